@@ -20,9 +20,9 @@ from ..layers import AttentionInputLayer, AttentionLayer, ProjectionCall
 
 __all__ = ["ProjectionTap", "remove_taps"]
 
-# Called with one use of a projection: index of the layer, 0, the module that runs, the positional and keyword arguments
-# of the projection, its output, and the use itself. Returns a replacement for the output, or None.
-Record = Callable[[int, int, nn.Module, tuple[Tensor], dict[str, Any], Tensor, ProjectionCall], Tensor | None]
+# Called with one use of a projection: index of the layer, 0, the input and the output of the projection, and the use
+# itself. Returns a replacement for the output, or None.
+Record = Callable[[int, int, Tensor, Tensor, ProjectionCall], Tensor | None]
 
 
 class ProjectionTap(TorchFunctionMode):
@@ -39,7 +39,7 @@ class ProjectionTap(TorchFunctionMode):
         self, module: nn.Module, query: Tensor, projections: Iterable[tuple[int, AttentionLayer]], record: Record
     ) -> None:
         super().__init__()
-        self.module, self.projections, self.record = module, projections, record
+        self.projections, self.record = projections, record
         self.examples = query.shape[0 if module.batch_first else 1] if query.dim() == 3 else 1
         self.rows_applied = 0  # how many rows of a packed weight the module has applied so far
         self.queries = 0  # how many queries each example has
@@ -57,7 +57,7 @@ class ProjectionTap(TorchFunctionMode):
         for index, layer in self.projections:
             if layer.applies(weight):
                 call = self._call(layer, input, weight)
-                replaced = self.record(index, 0, self.module, (input,), {}, output, call)
+                replaced = self.record(index, 0, input, output, call)
                 output = output if replaced is None else replaced
         return output
 

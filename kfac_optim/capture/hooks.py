@@ -235,17 +235,15 @@ class Capture:
         return replaced
 
     def _record_input(
-        self,
-        index: int,
-        use: int,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output: Any,
-        projection: ProjectionCall | None = None,
+        self, index: int, use: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Tensor | None:
+        return self._record(index, use, args[0] if args else next(iter(kwargs.values()), None), output)
+
+    def _record(
+        self, index: int, use: int, a: Any, output: Any, projection: ProjectionCall | None = None
     ) -> Tensor | None:
         """Records a layer's call; in a graph that is being traced, returns what takes the place of the output."""
-        a, layer = args[0] if args else next(iter(kwargs.values()), None), self.layers[index]
+        layer = self.layers[index]
         if index in self._left_out or not (torch.is_grad_enabled() and layer.weight.requires_grad):
             return None
         if not (isinstance(output, Tensor) and output.requires_grad and isinstance(a, Tensor)):
@@ -296,7 +294,7 @@ class Capture:
         projections = [(i, layer) for i, layer in attention if layer.host is module]
         if torch.is_grad_enabled() and any(layer.weight.requires_grad for _, layer in projections):
             query = args[0] if args else kwargs["query"]
-            ProjectionTap(module, query, projections, self._record_input).__enter__()
+            ProjectionTap(module, query, projections, self._record).__enter__()
 
     def _on_attention_end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         remove_taps()
