@@ -22,6 +22,7 @@ from .spectra import eigenvalues, largest_eigenvalue
 __all__ = [
     "LEARNED",
     "SIDES",
+    "SOURCES",
     "UNSEEN_STEPS",
     "Block",
     "Factors",
@@ -36,7 +37,8 @@ __all__ = [
 
 Side = Literal["A", "G"]
 SIDES: tuple[Side, Side] = ("A", "G")
-Source = Literal["current", "pending", "in_use"]
+Source = Literal["current", "in_use", "pending"]
+SOURCES: tuple[Source, Source, Source] = ("current", "in_use", "pending")
 _CONSTRAINED = 2  # a layer counts as constrained after this many comparisons in a row that found its weights changed
 # The learned numbers of a layer, which are saved beside its running averages.
 LEARNED: Mapping[str, Counter] = {
@@ -217,8 +219,7 @@ class Block:
         if len(self.state) >= 2 + spreads:  # in all steps but the first
             return
         device = self.layer.weight.device
-        sources: tuple[Source, ...] = ("current", "in_use", "pending") if spreads else ("current", "in_use")
-        for source in sources:
+        for source in SOURCES[: 2 + spreads]:
             if source in self.state:
                 continue
             kept = (self.workers.keeps(side, rank) for side in range(2))

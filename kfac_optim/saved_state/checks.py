@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from ..bases.state_keys import PREFIX
-from ..blocks import LEARNED, SIDES, Block, Source
+from ..blocks import LEARNED, SIDES, SOURCES, Block
 from ..common.counters import Counter
 from ..steering import Steering
 
 __all__ = ["check_counters", "check_states", "check_sums", "checksums"]
 
 _MAY_BE_NEVER = ("last_statistics", "last_refresh", "frozen_at", "pending_spread", "opposes")  # counters that may be -1
-_SOURCES: tuple[Source, ...] = ("current", "in_use", "pending")
 _LAYERS = "checksum_layers"  # how many layers the checksums cover
 _PRIME = 2**53 - 111  # by a power of two, squares of different sums too often leave the same remainder
 
@@ -59,7 +58,7 @@ def _problem(block: Block, state: Any, rank: int, *, pending: bool) -> str:
     """Why a layer's state cannot be loaded; empty if it can."""
     if not isinstance(state, Mapping):
         return f"is {state!r}"
-    for source in _SOURCES:
+    for source in SOURCES:
         if source == "pending" and not pending and source not in state:
             continue
         tensors = state.get(source)
@@ -119,7 +118,7 @@ def checksums(states: Iterable[object]) -> dict[str, int | None]:
     """
     states = list(states)
     found: dict[str, int | None] = {_LAYERS: len(states)}
-    for source in _SOURCES:
+    for source in SOURCES:
         by_device: dict[torch.device, list[tuple[int, int, Tensor]]] = defaultdict(list)
         averages = [state.get(source) for state in states if isinstance(state, Mapping)]
         if _is_part(averages):
