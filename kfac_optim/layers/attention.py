@@ -29,11 +29,9 @@ class AttentionLayer(LinearLayer):
     """A projection of ``nn.MultiheadAttention``, which applies weights by ``F.linear`` and does not call a module.
 
     Inputs and output gradients are ``[positions, n, d]``, whatever the dimension of the examples outside of attention.
+    ``module`` is the one that owns the weight.
 
     Args:
-        name: The projection's name.
-        module: The module that owns the weight.
-        options: The engine's options for layers.
         host: The attention module.
         weight: The name of the weight in ``module``.
         bias: The name of the bias in ``module``.

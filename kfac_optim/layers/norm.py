@@ -107,11 +107,7 @@ class _NormLayer(KroneckerLayer):
 class _ChannelsLastNorm(_NormLayer):
     """Norms over the last dimensions, whose entries are the channels.
 
-    Args:
-        name: The module's name.
-        module: The module.
-        options: The engine's options for layers.
-        eps: The epsilon of modules that have no attribute ``eps``; None: that attribute.
+    ``eps``: the epsilon of modules that have no attribute ``eps``; None: that attribute.
     """
 
     def __init__(self, name: str, module: nn.Module, options: LayerOptions, eps: float | None = None) -> None:
