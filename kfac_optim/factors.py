@@ -220,27 +220,26 @@ class FactorSpec:
         ``kept``: see :meth:`empty`.
         """
         known = average if isinstance(average, dict) else {}
-        value, names = known.get("value"), ("weight", "trace")
-        numbers = {name: number for name in names if isinstance(number := known.get(name), Tensor)}
-        if len(numbers) < len(names) or not isinstance(value, Tensor | None):
+        value, weight, trace = known.get("value"), known.get("weight"), known.get("trace")
+        if not (isinstance(value, Tensor | None) and isinstance(weight, Tensor) and isinstance(trace, Tensor)):
             return "is missing"
         if value is None and kept:
             return _ELSEWHERE
-        shape = (self.matrices, self.packed_numel // self.matrices)
-        if value is not None and value.shape != shape:
-            return f"has shape {tuple(value.shape)} instead of {shape}"
-        scale = known.get("scale")
-        if value is not None and value.dtype is torch.float16 and getattr(scale, "shape", None) != (self.matrices, 1):
-            return "is in float16, but has no scale"
-        for name, number in numbers.items():
+        if value is not None:
+            shape = (self.matrices, self.packed_numel // self.matrices)
+            if value.shape != shape:
+                return f"has shape {tuple(value.shape)} instead of {shape}"
+            if value.dtype is torch.float16 and getattr(known.get("scale"), "shape", None) != (self.matrices, 1):
+                return "is in float16, but has no scale"
+        for name, number in (("weight", weight), ("trace", trace)):
             if number.dim() != 0 or not float(number) >= 0:
                 return f"has a {name} of {number}"
         if not all(isinstance(t, Tensor) and bool(t.isfinite().all()) for t in known.values()):
             return "is not finite"
-        # Torch's full_state_dict=True fills in what is not on this rank with the zeros of a fresh optimizer.
-        least = 0.0 if value is None else torch.finfo(value.dtype).tiny * self.packed_numel  # less may round to 0
-        if kept and float(numbers["trace"]) > least and not bool(value.any()):  # type: ignore[union-attr]
-            return _ELSEWHERE
+        if value is not None and kept and not bool(value.any()):
+            # Torch's full_state_dict=True fills in what is not on this rank with the zeros of a fresh optimizer.
+            least = torch.finfo(value.dtype).tiny * self.packed_numel  # less may round to 0
+            return _ELSEWHERE if float(trace) > least else ""
         return ""
 
 
