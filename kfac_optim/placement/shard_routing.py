@@ -48,10 +48,10 @@ def gathered_vectors(
     sent = [block for block in present if block in exchanged]
     moving = {p: b.layer.is_shard for b in present if b not in exchanged for p in b.layer.parameters if p in given}
     others = [p for p in moving if updates[p] is not given[p]]
-    parts = [(given[p], moving[p]) for p in moving] + [(updates[p], moving[p]) for p in others]
-    found = all_gathered([own_part(part) if shard else part for part, shard in parts])
-    whole = dict(zip(moving, found, strict=False))
-    of_updates = {**whole, **dict(zip(others, found[len(moving) :], strict=True))}
+    parts = [(p, given[p]) for p in moving] + [(p, updates[p]) for p in others]
+    found = iter(all_gathered([own_part(part) if moving[p] else part for p, part in parts]))
+    whole = {p: next(found) for p in moving}
+    of_updates = {**whole, **{p: next(found) for p in others}}
     if not sent:
         return replace(vectors, given=whole, updates=of_updates), None
     places = {p: b.workers.gradient_workers for b in sent for p in b.layer.parameters if p in given}
