@@ -116,23 +116,22 @@ def _base_problem(
     parameter: Tensor, saved: Mapping[str, Any], own: Mapping[str, Any], kinds: Mapping[tuple[int, str], str]
 ) -> str:
     """Why a parameter's state of the base class cannot be loaded, as the end of a sentence; empty if it can."""
-    whole = [key for (n, key), kind in kinds.items() if n == parameter.dim() and kind == "parameter"]
+    known = {key: kind for (n, key), kind in kinds.items() if n == parameter.dim()}
+    whole = [key for key, kind in known.items() if kind == "parameter"]
     missing = [key for key in whole if not isinstance(saved.get(key), Tensor)]
     if missing and any(key in saved for key in whole):
         return f"is damaged, or of another class of optimizers: it has no {missing[0]!r}"
     for key, value in saved.items():
-        ours = not is_of_base(key)
+        mine, kind = own.get(key), known.get(key) if is_of_base(key) else "parameter"
         if isinstance(value, Tensor) and value.dim():
-            mine = own.get(key)
-            kind = "parameter" if ours else kinds.get((parameter.dim(), key))
             like = mine.shape if isinstance(mine, Tensor) and kind != "parameter" else parameter.shape
             fits = _shares(value.shape, like) if kind == "dims" and mine is None else value.shape == like
             if not fits and (kind or mine is not None):
                 return f"has a {key!r} of shape {tuple(value.shape)}, which does not fit {tuple(like)}: another model?"
         if isinstance(value, Tensor) and bool(value.isnan().any()):
             return f"is damaged, or was saved after training had failed: {key!r} is not a number"
+        lost = value is None and kind != "none" and (kinds or not is_of_base(key))
         counts = key == "step" and isinstance(value, Tensor | int | float)
-        none = value is None and (kinds or ours) and kinds.get((parameter.dim(), key)) != "none"
-        if none or counts and not 0 <= float(value) < math.inf:
+        if lost or counts and not 0 <= float(value) < math.inf:
             return f"is damaged: its {key!r} is {value}"
     return ""
