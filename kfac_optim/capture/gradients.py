@@ -112,7 +112,7 @@ class GradientWatch:
         return not (changed and bool(self.largest(changed).any()))
 
     def written(self, layers: Iterable[int]) -> list[int]:
-        """The layers whose weight has a gradient that is not the remembered one with the same values."""
+        """The layers whose gradient was set, or changed, since the last backward pass has left it."""
         pairs = ((i, self.layers[i].weight.grad) for i in layers)
         return [i for i, g in pairs if g is not None and _mark(g) != self._marks.get(i)]
 

@@ -308,7 +308,7 @@ def _dense(layer: KroneckerLayer, a: Tensor) -> Tensor | None:
 
 
 def _is_local(layer: KroneckerLayer, a: Tensor, output: Tensor) -> bool:
-    """Whether the output is this rank's own, for all rows of its input, as it may not be with tensor parallelism."""
+    """Whether the output is a plain tensor with a row for each row of the input; tensor parallelism makes others."""
     # The shapes are those of an nn.Linear. With FSDP2 a layer's outputs are its own, and may have other shapes.
     if layer.is_shard and (output.shape[-1] != layer.d_out or a.shape[:-1] != output.shape[:-1]):
         return False

@@ -26,7 +26,7 @@ def known_spectra(
     comm: Communicator,
     largest: Callable[[Block, int], Tensor] | None = None,
 ) -> dict[Block, KnownSpectra]:
-    """What the ranks have to tell each other of eigenvalues (a collective if there is something).
+    """Tells all ranks the eigenvalues of factors that only some of them know (a collective if there are any).
 
     Args:
         blocks: The same on all ranks.
@@ -37,8 +37,8 @@ def known_spectra(
             a vector.
 
     Returns:
-        The eigenvalues by block, the same on all ranks. The mean ones are known if the factors are shared out, the
-        largest ones if they are or ``largest`` is given; other blocks are left out.
+        The eigenvalues by block, the same on all ranks: the mean and the largest ones if the factors are shared out,
+        the largest ones alone if ``largest`` is given. Other blocks are left out.
     """
     shared = {block for block in blocks if comm.world_size > 1 and block.workers.shares_factors}
     told = [block for block in blocks if largest is not None or block in shared]
