@@ -73,7 +73,6 @@ class Objective:
         self._weights = [p.detach().clone() for p in parameters]
         self._directions: list[Sequence[Tensor]] = []
         self._changes: list[list[Tensor]] = []  # u, by direction and part
-        self._roots: list[list[Tensor]] = []  # H^(1/2) u
         self._model: QuadraticModel | None = None
 
     @torch.no_grad()
@@ -98,9 +97,13 @@ class Objective:
         finally:
             self.put_back()
         outputs = [part.output for part in self.parts]
-        self._roots = [list(map(self.fisher.root, outputs, changes)) for changes in self._changes]
+        roots = [list(map(self.fisher.root, outputs, changes)) for changes in self._changes]  # H^(1/2) u
+
+        def curvature(i: int, j: int) -> Tensor:
+            return self._over_parts(lambda _, n: (roots[i][n] * roots[j][n]).sum() / self._terms)
+
         same_everywhere = [*(_dot(self.gradients, v) for v in vs), *products]
-        own = [*(self._curvature(i, j) for i, j in pairs), torch.tensor(float(len(self.parts)), device="cpu")]
+        own = [*(curvature(i, j) for i, j in pairs), torch.tensor(float(len(self.parts)), device="cpu")]
         numbers = self._sum([x / self.comm.world_size for x in same_everywhere] + own)
         slopes, products_, curvatures, seen = numbers.split([len(vs), len(pairs), len(pairs), 1])
         if not seen and slopes.any():
@@ -175,10 +178,6 @@ class Objective:
         """``J v`` of every part, from a step of ``step`` times v; leaves the weights there."""
         self._move(torch._foreach_mul(list(v), step))
         return [(part.evaluate() - part.output) / step for part in self.parts]
-
-    def _curvature(self, i: int, j: int) -> Tensor:
-        """This rank's share of ``v_i' F v_j``."""
-        return self._over_parts(lambda _, n: (self._roots[i][n] * self._roots[j][n]).sum() / self._terms)
 
     def _over_parts(self, value: Callable[[Part, int], Tensor]) -> Tensor:
         """This rank's share of the sum of a value over all examples that the parts stand for, 0-dim."""
