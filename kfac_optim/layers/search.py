@@ -152,10 +152,9 @@ class _Collector:
         first = self._layers.setdefault(layer.weight, layer)
         if first is layer:
             return
-        same = type(first) is type(layer) and first.bias is layer.bias and first.sharing == layer.sharing
-        same = same and getattr(first, "eps", None) == getattr(layer, "eps", None)  # some norm layers have one
-        # For attention: only one module's calls are watched for a layer, and each projection has its part of the bias.
-        if same and first.host is layer.host and first.bias_part == layer.bias_part:
+        # Some norm layers have an eps. Of attention, one module's calls are watched, and projections share their bias.
+        rules = [(type(x), x.sharing, getattr(x, "eps", None), x.host, id(x.bias), x.bias_part) for x in (first, layer)]
+        if rules[0] == rules[1]:
             first.add_modules(layer.modules)
             return
         reason = f"weight shared by {first.name} ({first.rule_name}) and {layer.name} ({layer.rule_name})"
