@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -63,19 +62,6 @@ def _path(cls: type) -> str:
     return cls.__qualname__ if cls.__module__.startswith("torch.nn") else f"{cls.__module__}.{cls.__qualname__}"
 
 
-@dataclass
-class Coverage:
-    """What :func:`find_layers` found.
-
-    Attributes:
-        layers: The layers whose weight the optimizer updates.
-        uncovered: For every other parameter that it updates, the parameter's name and the reason why it has no layer.
-    """
-
-    layers: list[KroneckerLayer]
-    uncovered: dict[nn.Parameter, tuple[str, str]]
-
-
 def find_layers(roots: Iterable[nn.Module], options: LayerOptions) -> Coverage:
     """Finds the Kronecker layers of some modules.
 
@@ -88,26 +74,37 @@ def find_layers(roots: Iterable[nn.Module], options: LayerOptions) -> Coverage:
         roots: The user's modules.
         options: The engine's options for layers.
     """
-    roots, found, visited = list(roots), _Collector(options), set[nn.Module]()
-    for prefix, root in zip(_prefixes(roots), roots, strict=True):
-        for name, module in root.named_modules(visited):  # adds each module to those visited
-            found.add_module((prefix + name).rstrip("."), module)
-            if isinstance(module, nn.MultiheadAttention):
-                visited.update(module.modules())
-    return found.coverage()
+    return Coverage(list(roots), options)
 
 
-class _Collector:
-    """Collects the layers of modules, and the reasons why other parameters have none."""
+class Coverage:
+    """The layers of some modules, and the reasons why other parameters have none; made by :func:`find_layers`.
 
-    def __init__(self, options: LayerOptions) -> None:
+    Attributes:
+        layers: The layers whose weight the optimizer updates.
+        uncovered: For every other parameter that it updates, the parameter's name and the reason why it has no layer.
+    """
+
+    def __init__(self, roots: Sequence[nn.Module], options: LayerOptions) -> None:
         self._options = options
         self._layers: dict[nn.Parameter, KroneckerLayer] = {}  # by weight
         self._names: dict[nn.Parameter, str] = {}  # of all parameters
         self._reasons: dict[nn.Parameter, str] = {}  # why parameters are declined
         self._beside_untrained: set[nn.Parameter] = set()  # biases of layers whose weight the optimizer does not train
+        visited: set[nn.Module] = set()
+        for prefix, root in zip(_prefixes(roots), roots, strict=True):
+            for name, module in root.named_modules(visited):  # adds each module to those visited
+                self._add_module((prefix + name).rstrip("."), module)
+                if isinstance(module, nn.MultiheadAttention):
+                    visited.update(module.modules())
+        self._decline_whole_layers()
+        trains, layers = options.trains, self._layers.values()
+        self.layers = [layer for layer in layers if layer.weight not in self._reasons and trains(layer.weight)]
+        covered = {parameter for layer in self.layers for parameter in layer.parameters}
+        others = {p: name for p, name in self._names.items() if p not in covered and trains(p)}
+        self.uncovered = {p: (name, self._reason(p)) for p, name in others.items()}
 
-    def add_module(self, name: str, module: nn.Module) -> None:
+    def _add_module(self, name: str, module: nn.Module) -> None:
         """Adds a module's layers, or the reason why it has none; an attention module stands for its parts as well."""
         layers, reason = _layers_of(name, module, self._options)
         recurse = isinstance(module, nn.MultiheadAttention)
@@ -127,15 +124,6 @@ class _Collector:
         for layer in layers:
             if reason := _skipped(layer.name, self._options):
                 self._reasons.update(dict.fromkeys(layer.parameters, reason))
-
-    def coverage(self) -> Coverage:
-        """The layers that are not declined, and why the other parameters have none."""
-        self._decline_whole_layers()
-        trains, layers = self._options.trains, self._layers.values()
-        kept = [layer for layer in layers if layer.weight not in self._reasons and trains(layer.weight)]
-        covered = {parameter for layer in kept for parameter in layer.parameters}
-        others = {p: name for p, name in self._names.items() if p not in covered and trains(p)}
-        return Coverage(kept, {p: (name, self._reason(p)) for p, name in others.items()})
 
     def _reason(self, parameter: nn.Parameter) -> str:
         """Why a parameter has no layer."""
