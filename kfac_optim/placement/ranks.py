@@ -54,10 +54,8 @@ class Ranks:
         self, strategy: AssignmentStrategy, blocks: Sequence[Block], solver: Solver, inv_dtype: torch.dtype
     ) -> None:
         """Lets the strategy assign the work to the ranks, and tells the blocks who works on them."""
-        costs = []
-        for block in blocks:
-            a, g = block.specs
-            costs.append(LayerCost((a.cost, g.cost), decomposed_bytes(block.specs, solver, inv_dtype)))
+        specs = [block.specs for block in blocks]
+        costs = [LayerCost((a.cost, g.cost), decomposed_bytes((a, g), solver, inv_dtype)) for a, g in specs]
         rank, world_size = self.comm.rank, self.comm.world_size
         assignment: object = strategy.assign(costs, world_size)
         if not isinstance(assignment, Assignment):
@@ -66,12 +64,12 @@ class Ranks:
             )
         self.assignment = assignment
         self.assignment.check(len(costs), world_size)
-        routes = {workers.gradient_workers: workers.routes(world_size) for workers in self.assignment.layers}
-        for block, workers in zip(blocks, self.assignment.layers, strict=True):
+        layers = assignment.layers
+        routes = {workers.gradient_workers: workers.routes(world_size) for workers in layers}
+        for block, workers in zip(blocks, layers, strict=True):
             own = [route for route in routes[workers.gradient_workers] if rank in route[1] and len(route[1]) > 1]
             block.set_workers(workers, own[0] if own else None)
-        counted = (any(workers.counts(side, rank) for side in range(2)) for workers in self.assignment.layers)
-        self.left_out = {i for i, counts in enumerate(counted) if not counts}
+        self.left_out = {i for i, each in enumerate(layers) if not (each.counts(0, rank) or each.counts(1, rank))}
         self.comm.check_groups(self.assignment.groups(world_size))
 
     def change(self, comm: Communicator, blocks: Sequence[Block]) -> bool:
