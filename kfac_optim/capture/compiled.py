@@ -70,15 +70,6 @@ class CompiledCalls:
         """Puts the operator into the graph; returns its result, which replaces the output."""
         return cast(Tensor, _record_input(a, output, self._handle, index, use, list(projection or ()))[0])
 
-    def require_empirical(self) -> None:
-        """Raises for a sampled Fisher."""
-        if self.sampled:
-            raise RuntimeError(
-                "the sampled Fisher needs gradients of single layers before the backward pass, which a compiled graph "
-                "doesn't give: use fisher='empirical' (in the place of KFAC another optimizer of this package), or "
-                "don't compile the model"
-            )
-
     # While a graph runs.
 
     def record_input(
@@ -126,7 +117,6 @@ def _record_input(
     token, watcher = torch.zeros((), dtype=torch.int64, device="cpu"), _WATCHERS.get(handle)
     take = None
     if watcher is not None and watcher.recorder.enabled and output.numel():
-        watcher.require_empirical()
         take = watcher.record_input(index, use, a, output, ProjectionCall(*projection) if projection else None)
     _AWAITED[token] = take
     return output.clone(), token
@@ -134,7 +124,12 @@ def _record_input(
 
 @_record_input.register_fake
 def _(a: Tensor, output: Tensor, handle: int, index: int, use: int, projection: Sequence[int]) -> tuple[Tensor, Tensor]:
-    _WATCHERS[int(handle)].require_empirical()  # here, so that it is raised during compilation
+    if _WATCHERS[int(handle)].sampled:  # looked at here, so that it is found during compilation
+        raise RuntimeError(
+            "the sampled Fisher needs gradients of single layers before the backward pass, which a compiled graph "
+            "doesn't give: use fisher='empirical' (in the place of KFAC another optimizer of this package), or don't "
+            "compile the model"
+        )
     return torch.empty_like(output), torch.empty((), dtype=torch.int64, device="cpu")
 
 
