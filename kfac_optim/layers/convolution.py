@@ -58,8 +58,7 @@ class _ConvNdLayer(RowsLayer):
         moment = (shifted_moment if shifted else unfolded_moment)(image, windows, module.groups)
         count = len(image) * math.prod(windows.positions(image.shape[2:]))
         if self.bias is not None:
-            taps = tuple(range(-len(windows.size), 0))
-            total = windows.unfold(image.sum(0, keepdim=True, dtype=dtype)).flatten(2, -1 + taps[0]).sum(2)
+            total = windows.unfold(image.sum(0, keepdim=True, dtype=dtype)).flatten(2, -1 - len(windows.size)).sum(2)
             moment = with_ones(moment, total.reshape(module.groups, -1), count)
         return Observation(moment, count)
 
