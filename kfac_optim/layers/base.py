@@ -253,8 +253,6 @@ class KroneckerLayer(ABC):
 
     def multiplicand(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Converts an input or output gradient to the precision in which its rows are multiplied or summed."""
-        if x.dtype == dtype:
-            return x
         return multiplicand(x, dtype) if self.copies_rows and not self.by_example else x.to(dtype)
 
     @property
