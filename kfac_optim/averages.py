@@ -88,7 +88,7 @@ class Averaging:
             all ranks.
         """
         rows_of = {i: rows for i in statistics.sums if (rows := statistics.rows(i))}
-        own = {i: (statistics.sums[i].a, statistics.sums[i].g) for i in rows_of}
+        own = {i: statistics.sums[i] for i in rows_of}
         for index, moments in own.items():
             _require_fit(blocks[index], moments)
         terms = self._scale_(own, statistics, comm)

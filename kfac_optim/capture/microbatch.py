@@ -296,7 +296,7 @@ class BackwardPasses:
             for pooled in self.recorder.pool(batch.by_example):
                 batch.add(*pooled)
             if batch.sums:
-                scale = self.recorder.loss_scale(next(iter(batch.sums.values())).a.device)
+                scale = self.recorder.loss_scale(next(iter(batch.sums.values()))[0].device)
                 statistics = self.to_caller if batch.to_caller else self.statistics
                 try:
                     statistics.add(batch, scale, drop_overflowed=self.recorder.has_scaler)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -17,26 +17,7 @@ from .gradients import GradientWatch
 __all__ = ["MicroBatch", "Moments", "StepMoments", "StepStatistics", "TakenStatistics"]
 
 
-@dataclass
-class Moments:
-    """One layer's moments of a micro-batch or of a step: packed sums."""
-
-    a: Tensor
-    g: Tensor
-
-    def add_call(self, a: Tensor, g: Tensor) -> None:
-        """Adds another call in the same micro-batch; not in place, because the tensors may be used elsewhere."""
-        self.a, self.g = self.a + a, self.g + g
-
-    def add_batch_(self, batch: Moments) -> None:
-        """Adds another micro-batch, in place."""
-        self.a.add_(batch.a)
-        self.g.add_(batch.g)
-
-    def drop_unless_(self, kept: Tensor) -> None:
-        """Sets the sums to zero if ``kept`` is false; in place, because all sums are as large as all factors."""
-        for sums in (self.a, self.g):
-            sums.masked_fill_(~kept.to(sums.device), 0.0)
+Moments = tuple[Tensor, Tensor]  # of one layer in a micro-batch or in a step: the packed sums for A and for G
 
 
 @dataclass
@@ -66,10 +47,9 @@ class MicroBatch:
 
     def add(self, layer: int, a: Tensor, count: float, g: Tensor) -> None:
         """Adds one layer call; the calls in a backward pass add their rows."""
-        if layer in self.sums:
-            self.sums[layer].add_call(a, g)
-        else:
-            self.sums[layer] = Moments(a, g)
+        if layer in self.sums:  # not in place, because the tensors may be used elsewhere
+            a, g = self.sums[layer][0] + a, self.sums[layer][1] + g
+        self.sums[layer] = a, g
         self.counts[layer] = self.counts.get(layer, 0.0) + count
 
     def add_examples(self, layer: int, a: Tensor, count: Any, g: Tensor) -> None:
@@ -144,21 +124,19 @@ class StepStatistics:
             drop_overflowed: Whether a smaller loss scale than before removes the earlier micro-batches from the sums,
                 because they belong to a step that was not taken.
         """
-        kept = _all_finite([tensor for entry in batch.sums.values() for tensor in (entry.a, entry.g)])
+        kept = _all_finite(list(chain.from_iterable(batch.sums.values())))
         if len(self.kept) == 1:  # the first is zeroed only now: had it stayed alone, its flag would have been enough
-            for entry in self.sums.values():
-                entry.drop_unless_(self.kept[0])
+            _drop_unless_(self.kept[0], self.sums.values())
         if self.scales and drop_overflowed:
-            valid = scale >= self.scales[-1].to(scale)
-            for entry in self.sums.values():
-                entry.drop_unless_(valid)
+            _drop_unless_(scale >= self.scales[-1].to(scale), self.sums.values())
+        if self.kept:
+            _drop_unless_(kept, batch.sums.values())
         for index, new in batch.sums.items():
-            if self.kept:
-                new.drop_unless_(kept)
-            if index in self.sums:
-                self.sums[index].add_batch_(new)
-            else:
+            if index not in self.sums:
                 self.sums[index] = new
+                continue
+            for total, part in zip(self.sums[index], new, strict=True):
+                total.add_(part)
         self.terms.append(max((call.terms for call in batch.calls), default=1))
         self.kept.append(kept)
         self.scales.append(scale.clone())
@@ -173,7 +151,7 @@ class StepStatistics:
     def restart_cleared(self, layers: Sequence[int], largest: Tensor) -> None:
         """Restarts the statistics of layers whose gradient was changed to zero; ``largest``: its largest entries."""
         for i, entry in zip(layers, largest, strict=True):
-            self.sums[i].drop_unless_(entry != 0)
+            _drop_unless_(entry != 0, [self.sums[i]])
         self.checks.append((len(self.terms), list(layers), largest))
 
     @property
@@ -256,6 +234,12 @@ class TakenStatistics:
             if any(found.taken) and not cleared:
                 return found
         return StepMoments()
+
+
+def _drop_unless_(kept: Tensor, moments: Iterable[Moments]) -> None:
+    """Sets moments to zero if ``kept`` is false; in place, because all of them are as large as all factors."""
+    for tensor in chain.from_iterable(moments):
+        tensor.masked_fill_(~kept.to(tensor.device), 0.0)
 
 
 def _all_finite(tensors: list[Tensor]) -> Tensor:
