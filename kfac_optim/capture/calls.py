@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -52,27 +52,16 @@ class ModelCall:
         forward: The module's ``forward`` when it was called; None if the call is traced for a compiled graph.
         thread: The thread that made the call; None if the call is traced.
         terms: M; until the call returns, as far as the inputs tell.
-        awaited: For the sampled Fisher, its layer calls, each with the graph edge of its output.
     """
 
     module: nn.Module | None = None
     forward: Any = None
     thread: threading.Thread | None = None
     terms: int = 0
-    awaited: list[tuple[Any, Any]] = field(default_factory=list)
 
     def set_terms(self, terms: int) -> None:
         """Sets M."""
         self.terms = terms
-
-    def await_gradient(self, layer_call: Any, edge: Any) -> None:
-        """Notes that the sampled Fisher awaits the gradient of a layer's output, at this edge of the graph."""
-        self.awaited.append((layer_call, edge))
-
-    def take_awaited(self) -> list[tuple[Any, Any]]:
-        """Returns the layer calls that the sampled Fisher awaits, and releases them."""
-        awaited, self.awaited = self.awaited, []
-        return awaited
 
     @property
     def is_of_other_thread(self) -> bool:

@@ -271,8 +271,7 @@ class Capture:
             return
         layer_call = self._recorder.observe(index, use, dense, output, projection)
         if self._sampling is not None and call is not None:
-            # The edge, because after an in-place activation the tensor itself stands for the activation's output.
-            call.await_gradient(layer_call, torch.autograd.graph.get_gradient_edge(result))
+            self._sampling.await_gradient(call, layer_call, result)
         else:
             take = functools.partial(self._passes.record_output_gradient, layer_call, call or self._calls.last)
             when_gradient_arrives(result, take)

@@ -11,6 +11,7 @@ import functools
 import warnings
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,8 @@ class SampledBackward:
         self.fisher, self.recorder, self.passes, self.roots = fisher, passes.recorder, passes, roots
         self._step = self._rank = 0
         self._samples = 0  # how many were drawn in this step
+        # The layer calls in a model call that goes on, each with the graph edge of its output.
+        self._awaited: WeakKeyDictionary[ModelCall, list[tuple[LayerCall, Any]]] = WeakKeyDictionary()
         self._seen: set[int] = set()  # the layers that model calls have reached with gradients enabled
         self._checked = False  # whether the loss's gradient was checked
 
@@ -68,11 +71,17 @@ class SampledBackward:
             raise RuntimeError(_REENTRANT.format(f", and {name!r} runs with gradients in backward passes alone"))
         return True
 
+    def await_gradient(self, call: ModelCall, layer_call: LayerCall, result: Tensor) -> None:
+        """Notes a layer's call in a model call, and the tensor that it has computed."""
+        # The edge, because after an in-place activation the tensor itself stands for the activation's output.
+        edge = torch.autograd.graph.get_gradient_edge(result)
+        self._awaited.setdefault(call, []).append((layer_call, edge))
+
     def run(self, call: ModelCall, output: Any) -> None:
         """Takes the gradients of the layers' outputs for a model call that has just returned ``output``."""
         fisher = self.fisher
         logits = fisher.parameters_of(output)
-        awaited = call.take_awaited()
+        awaited = self._awaited.pop(call, [])
         if not (isinstance(logits, Tensor) and logits.requires_grad) or logits.dim() == 0 or not awaited:
             return
         self._require_whole_model(call)
