@@ -19,7 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -128,8 +128,7 @@ class Recorder:
             if isinstance(layer, AttentionInputLayer) and projection is not None:
                 observation = layer.among_pairs(observation, projection, len(seen))
             if not layer.by_example:
-                packed = layer.specs[0].pack(observation.a)
-                observation = Observation(packed, observation.count, observation.context)
+                observation = replace(observation, a=layer.specs[0].pack(observation.a))
         return LayerCall(index, module, observation, self._fraction, shape)
 
     def output_moment(self, call: LayerCall, g: Tensor, *, scaled: bool) -> Tensor:
