@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .common.tensor_cache import tensor_cache
 
-__all__ = ["Average", "AverageNumbers", "FactorSpec", "copy_average_", "numbers_of", "pack", "read", "unpack", "write_"]
+__all__ = ["Average", "FactorSpec", "copy_average_", "numbers_of", "pack", "read", "unpack", "write_"]
 
 
 _INDEXED = 1024  # matrices of up to so many rows are packed by an index, which is kept for each size
@@ -27,27 +27,20 @@ _ELSEWHERE = (
 )
 
 
-class AverageNumbers(TypedDict):
-    """The part of a running average that every rank keeps: numbers on the CPU, as reading them must not wait.
-
-    Attributes:
-        weight: The decayed count of the rows or terms in the average, 0-dim, float64.
-        trace: The factor's trace, likewise.
-    """
-
-    weight: Tensor
-    trace: Tensor
-
-
-class Average(AverageNumbers, total=False):
+class Average(TypedDict, total=False):
     """A running average of a factor, as the state of its layer's weight holds it.
 
     Attributes:
+        weight: The decayed count of the rows or terms in the average, 0-dim, float64; on the CPU, as reading it must
+            not wait, and on every rank.
+        trace: The factor's trace, likewise.
         value: The factor, packed; missing if another rank keeps it.
         scale: In float16, the largest entry of each matrix, ``[p b, 1]``, by which ``value`` is divided, because second
             moments of gradients lie below float16's range; missing in other types.
     """
 
+    weight: Tensor
+    trace: Tensor
     value: Tensor
     scale: Tensor
 
@@ -260,7 +253,7 @@ def write_(average: Average, value: Tensor) -> None:
     average["value"].copy_(value)
 
 
-def numbers_of(average: AverageNumbers) -> Average:
+def numbers_of(average: Average) -> Average:
     """A running average without its factor, as ranks have it that do not keep the factor."""
     return {"weight": average["weight"], "trace": average["trace"]}
 
