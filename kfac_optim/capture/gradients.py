@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..distributed import gradient_moves_away, is_sharded, own_part
+from ..distributed import gradient_moves_away, is_sharded, own_part, whole_shape
 from ..layers import KroneckerLayer
 from .graphs import nodes_behind
 
@@ -41,14 +41,18 @@ def destination(layer: KroneckerLayer) -> Literal["gradient", "caller"] | None:
     """
     if not layer.weight.requires_grad:  # frozen since the forward pass
         return None
-    if not is_used_itself(layer) or is_sharded(layer.weight):  # FSDP2 computes with another tensor than the DTensor
+    if is_sharded(layer.weight) and not layer.is_shard:
+        weight = _gathered_by_fsdp(layer)
+    else:
+        weight = layer.weight if is_used_itself(layer) else None
+    if weight is None:
         return "gradient"
-    node = _accumulator_ahead(layer.weight)
+    node = _accumulator_ahead(weight)
     if node is None:
         # An operator of a compiled graph runs with autograd off, but autograd knows where the weight's gradient goes.
         include, keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
         with torch._C._ForceDispatchKeyGuard(include, keys - keys), torch.enable_grad():
-            node = torch.autograd.graph.get_gradient_edge(layer.weight).node
+            node = torch.autograd.graph.get_gradient_edge(weight).node
     try:
         return "gradient" if torch._C._will_engine_execute_node(node) else None
     except RuntimeError as error:  # raised for leaves whose gradient the pass returns instead of adding it to .grad
@@ -77,6 +81,17 @@ def is_used_itself(layer: KroneckerLayer) -> bool:
             if own is weight:
                 return True
     return False
+
+
+def _gathered_by_fsdp(layer: KroneckerLayer) -> Tensor | None:
+    """The whole weight that FSDP2 has in the place of a DTensor while a module runs, backward too; None if not found.
+
+    A module's parameters of one shape take part in the same passes, so that any of them will do.
+    """
+    shape = whole_shape(layer.weight)
+    parameters = (own for module in layer.modules for own in module._parameters.values() if own is not None)
+    whole = (own for own in parameters if own.requires_grad and own.shape == shape and not is_sharded(own))
+    return next(whole, None)
 
 
 class GradientWatch:

@@ -436,6 +436,35 @@ def test_shards_of_gradients_that_are_zeroed_are_thrown_away() -> None:
     assert_all_near(run_ranks(2, train_after_probes), train_after_probes(0, 1))
 
 
+def look_at_inputs(rank: int, world_size: int, how: str) -> list[list[Tensor]]:
+    """Trained as it is, and with a derivative by the inputs before every step, as adversarial examples take it."""
+    found = []
+    for looks in (False, True):
+        torch.manual_seed(0)
+        model = Decoder().double()
+        if how == "per layer":
+            for part in model.children():
+                fully_shard(part)
+        fully_shard(model)
+        optimizer = KFACSGD(model, lr=0.05, momentum=0.9, scaling=Graft(trust=1.0), **OPTIONS)
+        for step in range(5):
+            inputs, classes = share(data_of(step, (12, 12)), rank, world_size)
+            optimizer.zero_grad()
+            if looks:
+                given = (3 * inputs).requires_grad_()
+                torch.autograd.grad(F.cross_entropy(model(given), classes), given)
+            F.cross_entropy(model(inputs), classes).backward()
+            optimizer.step()
+        found.append(whole(model))
+    return found
+
+
+@pytest.mark.parametrize("how", ["per layer", "root"])
+def test_derivatives_by_inputs_leave_no_trace_on_shards(how: str) -> None:
+    for without, found in run_ranks(2, look_at_inputs, how):
+        assert_all_near([found], without, tolerance=0.0)
+
+
 def train_hybrid(rank: int, world_size: int) -> dict[str, list[Tensor]]:
     """HSDP: shards over two ranks, replicated over two."""
     found = {}

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -26,6 +27,7 @@ from tests.helpers.compare import assert_all_near
 from tests.helpers.ranks import run_ranks
 from tests.helpers.settings import FLOAT64, OFTEN
 from tests.helpers.training import data_of, share
+from tests.helpers.versions import needs_sharding_on_cpus
 
 SHAPE, STEPS, STAGES, PARTS = (12, 4), 7, 2, 2
 OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "scaling": Graft(trust=1.0), **OFTEN, **FLOAT64}
@@ -111,6 +113,27 @@ def interleaved(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
+def in_shards(rank: int, world_size: int) -> list[Tensor]:
+    """The parameters of this rank's stage, which FSDP2 shards over the ranks that have the same one."""
+    replicas = world_size // STAGES
+    mesh = init_device_mesh("cpu", (STAGES, replicas), mesh_dim_names=("pipeline", "data"))
+    number, replica = mesh.get_coordinate()  # type: ignore[misc]
+    module = make_stages()[number]
+    fully_shard(module, mesh=mesh["data"])
+    optimizer = KFACSGD(module, **OPTIONS)
+    stage = PipelineStage(module, number, STAGES, torch.device("cpu"), group=mesh["pipeline"].get_group())
+    runner = Schedule1F1B(stage, PARTS, loss_fn=divided_loss, scale_grads=False)
+    for step in range(STEPS):
+        inputs, classes = share(data_of(step, SHAPE), replica, replicas)
+        optimizer.zero_grad()
+        if number == 0:
+            runner.step(inputs)
+        else:
+            runner.step(target=classes)
+        optimizer.step()
+    return [p.full_tensor().detach() for p in module.parameters()]  # type: ignore[attr-defined]
+
+
 def alone(stages: Sequence[nn.Module], models: Sequence[nn.Module], options: dict[str, Any]) -> list[list[Tensor]]:
     """The parameters of each model after the same training in one process, with an optimizer for each."""
     optimizers = [KFACSGD(model, **{**OPTIONS, **options}) for model in models]
@@ -134,6 +157,15 @@ def test_stages_equal_one_process(world_size: int) -> None:
         for number, expected in enumerate(alone(stages, stages, options)):
             of_stage = outcomes[number * replicas : (number + 1) * replicas]
             assert_all_near([found[name] for found in of_stage], expected, case=name)
+
+
+@needs_sharding_on_cpus
+@pytest.mark.slow
+def test_sharded_stages_equal_one_process() -> None:
+    """Before the first step the schedule takes derivatives by made inputs, to learn their shapes."""
+    outcomes, stages = run_ranks(4, in_shards), make_stages()
+    for number, expected in enumerate(alone(stages, stages, {})):
+        assert_all_near(outcomes[2 * number : 2 * number + 2], expected, case=f"stage {number}")
 
 
 @pytest.mark.slow

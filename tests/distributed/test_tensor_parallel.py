@@ -220,6 +220,29 @@ def test_layers_whose_output_is_not_their_own_train_by_the_base_rule(name: str) 
         assert seen == {layer: layer != UNSEEN.get(name) for layer in seen}
 
 
+def look_at_inputs(rank: int, world_size: int) -> list[list[Tensor]]:
+    """Trained as it is, and with a derivative by the inputs before every step."""
+    mesh, found = init_device_mesh("cpu", (world_size,)), []
+    for looks in (False, True):
+        model = parallelize_module(network(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        optimizer = KFACSGD(model, lr=0.1, communicator=LocalCommunicator(), **SETTINGS)
+        for step in range(4):
+            optimizer.zero_grad()
+            x, y = data(step)
+            if looks:
+                given = (3 * x).requires_grad_()
+                torch.autograd.grad(F.cross_entropy(model(given), y), given)
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        found.append([optimizer.curvature.factors(layer)[1] for layer in optimizer.curvature.layers])
+    return found
+
+
+def test_derivatives_by_inputs_leave_no_trace_on_split_layers() -> None:
+    for without, found in run_ranks(2, look_at_inputs):
+        assert_all_near([found], without, tolerance=0.0)
+
+
 def lamb_on_two_meshes(rank: int, world_size: int) -> list[Tensor]:
     """The whole weights after training on the same batches everywhere."""
     model = network()
