@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..distributed import gradient_moves_away, is_sharded, own_part, whole_shape
+from ..distributed import gathered_weight, gradient_moves_away, is_sharded, own_part
 from ..layers import KroneckerLayer
 from .graphs import nodes_behind
 
@@ -42,7 +42,7 @@ def destination(layer: KroneckerLayer) -> Literal["gradient", "caller"] | None:
     if not layer.weight.requires_grad:  # frozen since the forward pass
         return None
     if is_sharded(layer.weight) and not layer.is_shard:
-        weight = _gathered_by_fsdp(layer)
+        weight = gathered_weight(layer.weight, layer.modules)
     else:
         weight = layer.weight if is_used_itself(layer) else None
     if weight is None:
@@ -81,17 +81,6 @@ def is_used_itself(layer: KroneckerLayer) -> bool:
             if own is weight:
                 return True
     return False
-
-
-def _gathered_by_fsdp(layer: KroneckerLayer) -> Tensor | None:
-    """The whole weight that FSDP2 has in the place of a DTensor while a module runs, backward too; None if not found.
-
-    A module's parameters of one shape take part in the same passes, so that any of them will do.
-    """
-    shape = whole_shape(layer.weight)
-    parameters = (own for module in layer.modules for own in module._parameters.values() if own is not None)
-    whole = (own for own in parameters if own.requires_grad and own.shape == shape and not is_sharded(own))
-    return next(whole, None)
 
 
 class GradientWatch:

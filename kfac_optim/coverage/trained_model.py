@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from ..blocks import UNSEEN_STEPS, Block
 from ..config import Config
-from ..distributed import Communicator, own_shape, refuse_flattened, sharding_problem, whole_shape
+from ..distributed import Communicator, gathered_weight, own_shape, refuse_flattened, sharding_problem, whole_shape
 from ..layers import COMPUTED, LayerOptions, LinearLayer, find_layers, skip_reason
 from .whereabouts import Whereabouts, owners_of, unwrap
 
 __all__ = ["TrainedModel", "parameters_of"]
+
+_RESHARD = ". With FSDP2 call reshard() before you build it, if forward passes without backward passes came before"
 
 
 def parameters_of(source: nn.Module | Iterable[Any]) -> list[nn.Parameter]:
@@ -235,12 +237,20 @@ class TrainedModel:
         """Raises RuntimeError unless the layers have the model's own parameters, and weights are matrices."""
         own, stepping = self._owned(), set(stepped)
         blocks = [block for block in self.blocks if not stepping.isdisjoint(block.layer.parameters)]
+        matrices = [block.layer for block in blocks if not block.layer.is_shard]
+        gathered = [layer.name for layer in matrices if gathered_weight(layer.weight, layer.modules) is not None]
+        if gathered:
+            raise RuntimeError(
+                f"FSDP2 has whole weights in the places of its shards, of {', '.join(map(repr, gathered))}, as after a "
+                "forward pass that no backward pass followed, after unshard() or set_reshard_after_backward(False): "
+                "the step would change the shards, and the next forward pass use the old weights. Call reshard() of "
+                "every module that is sharded before step()"
+            )
         if own and (blocks or not self.blocks) and not any(p in self.parameters for p in own):
             raise RuntimeError(
                 "the model's parameters have been replaced since the optimizer was built: build it after "
-                "fully_shard(), to_empty(), load_state_dict(assign=True) or whatever made new ones"
+                f"fully_shard(), to_empty(), load_state_dict(assign=True) or whatever made new ones{_RESHARD}"
             )
-        matrices = [block.layer for block in blocks if not block.layer.is_shard]
         if any(whole_shape(layer.weight) != layer.weight_shape for layer in matrices):
             raise RuntimeError(
                 "the model's weights have changed their shape since the optimizer was built, as under "
@@ -255,5 +265,5 @@ class TrainedModel:
                 "they have been replaced since the optimizer was built, by load_state_dict(assign=True), "
                 "weight_norm(), .to() under torch.__future__.set_overwrite_module_params_on_conversion(True) or an "
                 "assignment. Build the optimizer after that, or put the new parameters in the place of the old ones in "
-                "optimizer.param_groups"
+                f"optimizer.param_groups{_RESHARD}"
             )

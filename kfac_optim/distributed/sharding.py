@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..common.grouping import grouped_by_key
 
@@ -18,6 +18,7 @@ __all__ = [
     "are_rows",
     "full_gradient",
     "gathered",
+    "gathered_weight",
     "gradient_moves_away",
     "is_sharded",
     "mesh_of",
@@ -87,6 +88,16 @@ def whole_shape(parameter: Tensor) -> torch.Size:
 def gathered(tensor: Tensor) -> Tensor:
     """The whole tensor if FSDP2 has sharded it (a collective); any other tensor as it is."""
     return cast(Any, tensor).full_tensor() if is_sharded(tensor) else tensor
+
+
+def gathered_weight(weight: Tensor, modules: Iterable[nn.Module]) -> nn.Parameter | None:
+    """The whole parameter that FSDP2 has in the place of a sharded weight while its modules run, if it has one there.
+
+    Parameters of one shape in a module are gathered together, and take part in the same passes: any of them will do.
+    """
+    parameters = (own for module in modules for own in module._parameters.values() if own is not None)
+    found = (own for own in parameters if own.requires_grad and own.shape == weight.shape and not is_sharded(own))
+    return next(found, None) if is_sharded(weight) else None
 
 
 def all_gathered(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -607,6 +607,38 @@ def test_sharding_after_the_optimizer_is_refused_or_followed() -> None:
     assert run_ranks(2, build_before, True) == ["trained", "trained"]
 
 
+def evaluate(rank: int, world_size: int) -> dict[str, str]:
+    """An evaluation, after which FSDP2 keeps whole weights, before the optimizer is built or right before a step."""
+    stories = {}
+    for when in ("built after it", "before the step", "resharded"):
+        model = make()
+        fully_shard(model)
+        inputs, classes = share(data_of(0, SHAPE), rank, world_size)
+        if when == "built after it":
+            with torch.no_grad():
+                model(inputs)
+        optimizer = KFACSGD(model, lr=0.1, **OPTIONS)
+        F.cross_entropy(model(inputs), classes).backward()
+        with torch.no_grad():
+            model(inputs)
+        if when != "before the step":
+            model.reshard()
+        try:
+            optimizer.step()
+            stories[when] = "trained"
+        except RuntimeError as error:
+            stories[when] = str(error)
+    return stories
+
+
+def test_whole_weights_in_the_places_of_shards_are_refused_with_the_remedy() -> None:
+    """Torch's own optimizers would change the shards, and the next forward pass use the whole weights of before."""
+    for stories in run_ranks(2, evaluate):
+        assert stories.pop("resharded") == "trained"
+        assert all("reshard()" in story for story in stories.values()), stories
+        assert "of '0', '2', '3', '5'" in stories["before the step"]
+
+
 def flatten(rank: int, world_size: int) -> dict[tuple[bool, str], str]:
     """Torch's first FSDP, in both of its modes, around the model before and after the optimizer was built."""
     stories = {}
