@@ -167,7 +167,7 @@ class Capture:
                 # Runs first, because other hooks may change the output. Only the hooks of tensor parallelism run
                 # before it, since they turn DTensors into local tensors.
                 index, _ = called[module]
-                first = not is_sharded(self.layers[index].weight)
+                first = not self.layers[index].is_shard
                 if not list(module.children()):  # one hook, not three, as hooks can take as long as a small layer
                     self._hooks.after(module, FirstHook(self, "_on_layer_call", *called[module]), first=first)
                     continue

@@ -259,6 +259,12 @@ class TrainedModel:
         gone, there = stepping - own, {module for root in self.roots for module in root.modules()}
         layers = [block.layer for block in blocks if not there.isdisjoint(block.layer.modules)]  # still in the model
         lost = [layer.name for layer in layers if own and any(p in gone for p in layer.parameters)]
+        if lost and any(hasattr(p, "_st_info") for p in gone):
+            raise RuntimeError(
+                "DistributedDataParallel(device_mesh=) has taken weights that tensor parallelism has split out of "
+                f"their modules, of {', '.join(map(repr, lost))}: name these layers in skip_layers, or leave the "
+                "wrapper out and average the gradients over the ranks with other data before step()"
+            )
         if lost:
             raise RuntimeError(
                 f"the optimizer steps on parameters that the model no longer has, of {', '.join(map(repr, lost))}: "

@@ -436,6 +436,21 @@ def test_shards_of_gradients_that_are_zeroed_are_thrown_away() -> None:
     assert_all_near(run_ranks(2, train_after_probes), train_after_probes(0, 1))
 
 
+def train_with_hooks(rank: int, world_size: int) -> list[Tensor]:
+    """A layer has a hook of the user's that replaces its output."""
+    model = make()
+    if world_size > 1:
+        shard(model, "per layer")
+    model[3].register_forward_hook(lambda module, args, output: 3 * output)
+    optimizer = KFACSGD(model, lr=0.1, momentum=0.9, scaling=Graft(trust=1.0), **OPTIONS)
+    train(model, optimizer, range(7), shape=SHAPE, rank=rank, world_size=world_size)
+    return whole(model)
+
+
+def test_hooks_that_replace_the_outputs_of_sharded_layers() -> None:
+    assert_all_near(run_ranks(2, train_with_hooks), train_with_hooks(0, 1))
+
+
 def look_at_inputs(rank: int, world_size: int, how: str) -> list[list[Tensor]]:
     """Trained as it is, and with a derivative by the inputs before every step, as adversarial examples take it."""
     found = []

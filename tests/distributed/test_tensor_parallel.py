@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from kfac_optim import KFACLAMB, KFACSGD, EigenSolver, Graft, KFACAdamW, LayerWise, TorchCommunicator
 from kfac_optim.bases import MultiTensorLamb
@@ -241,6 +242,42 @@ def look_at_inputs(rank: int, world_size: int) -> list[list[Tensor]]:
 def test_derivatives_by_inputs_leave_no_trace_on_split_layers() -> None:
     for without, found in run_ranks(2, look_at_inputs):
         assert_all_near([found], without, tolerance=0.0)
+
+
+def wrap_split_layers(rank: int, world_size: int) -> dict[str, Any]:
+    """Split layers in the wrapper that puts their weights elsewhere: left out of K-FAC, or not."""
+    mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model")), {}
+    for skipped in ((), ("0", "2")):
+        model = parallelize_module(network(), mesh["model"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        wrapped = DDP(model, device_mesh=mesh["data"])
+        optimizer = KFACSGD(wrapped, lr=0.1, scaling=Graft(trust=1.0), skip_layers=skipped, **SETTINGS)
+        parameters = list(
+            optimizer.param_groups[0]["params"]
+        )  # the wrapper leaves those of split layers out of modules
+        try:
+            for step in range(4):
+                optimizer.zero_grad()
+                x, y = data(step)
+                share = slice(mesh["data"].get_local_rank(), None, 2)
+                F.cross_entropy(wrapped(x[share]), y[share]).backward()
+                optimizer.step()
+            found["skipped"] = [p.detach() for p in parameters[4:]]
+        except RuntimeError as error:
+            found["refused"] = str(error)
+    return found
+
+
+def test_split_layers_in_a_wrapper_with_a_mesh() -> None:
+    """They are refused with the remedy, and left out they train by the base rule beside the others."""
+    outcomes, model = run_ranks(4, wrap_split_layers), network()
+    optimizer = KFACSGD(model, lr=0.1, scaling=Graft(trust=1.0), skip_layers=["0", "2"], **SETTINGS)
+    for step in range(4):
+        optimizer.zero_grad()
+        x, y = data(step)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert all("skip_layers" in found["refused"] and "device_mesh" in found["refused"] for found in outcomes)
+    assert_all_near([found["skipped"] for found in outcomes], [p.detach() for p in list(model.parameters())[4:]])
 
 
 def lamb_on_two_meshes(rank: int, world_size: int) -> list[Tensor]:
