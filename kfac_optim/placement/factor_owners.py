@@ -37,8 +37,8 @@ def known_spectra(
             a vector.
 
     Returns:
-        The eigenvalues by block, the same on all ranks: the mean and the largest ones if the factors are shared out,
-        the largest ones alone if ``largest`` is given. Other blocks are left out.
+        The eigenvalues by block, the same on all ranks. They are the mean and the largest ones if the factors are
+        shared out, and the largest ones alone if ``largest`` is given. Other blocks are left out.
     """
     shared = {block for block in blocks if comm.world_size > 1 and block.workers.shares_factors}
     told = [block for block in blocks if largest is not None or block in shared]
