@@ -119,10 +119,13 @@ class TrainedModel:
     def warn_if_uncovered(self, skipped: Sequence[str]) -> None:
         """Warns at construction if nothing is preconditioned, or a pattern of ``skip_layers`` matches nothing.
 
+        Frozen layers do not count while other parameters train: adapters between them, for instance.
+
         ``skipped``: the patterns.
         """
         reasons = {reason for _, reason in self.uncovered.values()}
         names = [name for root in self.roots for name, _ in root.named_modules()]
+        trained = [reason for p, (_, reason) in self.uncovered.items() if p.requires_grad or not self.blocks]
         for pattern in skipped:
             if skip_reason(pattern) not in reasons and not any(re.search(pattern, name) for name in names):
                 warnings.warn(f"skip_layers: {pattern!r} matches the name of no layer", stacklevel=4)
@@ -132,8 +135,8 @@ class TrainedModel:
                 "if they are a model's, pass the model, as first argument or as model=...",
                 stacklevel=4,
             )
-        elif self.parameters and not self.blocks and not skipped:
-            shown = list(dict.fromkeys(reason for _, reason in self.uncovered.values()))[:3]
+        elif not skipped and trained and not any(block.layer.weight.requires_grad for block in self.blocks):
+            shown = list(dict.fromkeys(trained))[:3]
             more = (
                 "; if modules of a model compute with them, pass the model as model=..." if self.model is None else ""
             )

@@ -107,6 +107,21 @@ def test_a_model_without_any_layer_that_is_preconditioned_is_told_so_once() -> N
         KFACAdam(nn.Linear(3, 2), lr=0.1, skip_layers=[""])  # on purpose
 
 
+def test_a_model_is_told_so_where_only_frozen_layers_could_be_preconditioned() -> None:
+    """As with low-rank adapters that are parameters of layers with a forward of their own."""
+    model = nn.Sequential(nn.Linear(4, 4), GraphConvolution())
+    model[0].requires_grad_(requires_grad=False)
+    for given in (model, model.parameters()):
+        with pytest.warns(
+            UserWarning, match=r"none of the optimizer's parameters.*: no Kronecker rule for [\w.]*GraphConvolution\. "
+        ):
+            KFACAdam(given, lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        KFACAdam(nn.Linear(4, 4).requires_grad_(requires_grad=False), lr=0.1)  # to be unfrozen later
+        KFACAdam(nn.Sequential(model[0], nn.Linear(4, 2)), lr=0.1)
+
+
 def test_weights_that_are_kept_apart_from_their_layers_ask_for_the_model() -> None:
     """So do the loss modules of torchrl."""
     net = nn.Linear(3, 2)
