@@ -120,3 +120,15 @@ def test_counts_of_libraries_are_those_of_the_file() -> None:
     assert "In {trainings} of them the loop is the library's own ({libraries} libraries)".format(**own) in scripts
     assert "behind at {behind} of {points} points, ahead at {ahead}, lower at the end".format(**own) in scripts
     assert "in {lower} of {runs} runs".format(**own) in scripts
+
+
+@pytest.mark.parametrize("file", ["fresh-7", "fresh-8"])
+def test_counts_of_public_scripts_are_those_of_the_file(file: str) -> None:
+    runs = json.loads((FILES / f"{file}.json").read_text(encoding="utf-8"))["runs"]
+    points = [point for run in runs for point in zip(run["base"], run["swap"], strict=True)]
+    behind, ahead = (sum(sign * (s - b) > 0.02 * abs(b) for b, s in points) for sign in (1, -1))
+    lower = sum(run["swap"][-1] < run["base"][-1] for run in runs)
+    page = (ROOT / "docs" / "results" / "scripts.rst").read_text(encoding="utf-8").partition(f"{file}.json")[2]
+    found = re.search(r"Behind at (\d+) of (\d+) points, ahead at (\d+)\*\*; (\d+) of (\d+) runs end lower", page)
+    assert found is not None
+    assert [int(group) for group in found.groups()] == [behind, len(points), ahead, lower, len(runs)]
