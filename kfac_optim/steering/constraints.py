@@ -26,8 +26,8 @@ __all__ = ["WeightWatch", "compares_weights"]
 
 _ROUNDING = 1e-12  # the relative error of sums of millions of squares in float64
 _AT_FIRST = 16  # all stretched weights are compared before this step, and then in one step of every _INTERVAL
-# A prime that loops hardly use, so that what averages weights every 5, 8 or 10 steps (Lookahead, averages) is found at
-# some comparisons but not at two in a row, which would make the layers count as constrained.
+# A prime that loops hardly use, so that what happens in every second step is found at times, and what averages weights
+# in every fifth, eighth or tenth (Lookahead, periodic averages) is not found twice in a row, as constraints are.
 _INTERVAL = 7
 
 
