@@ -37,11 +37,23 @@ class StatefulEngine(BuiltEngine):
     # Loading and saving ---------------------------------------------------------------------------------------------
 
     def adopt_states(self, states: Mapping[nn.Parameter, State]) -> None:
-        """Adopts factors that were moved or replaced from outside (Lightning moves optimizer state between devices)."""
+        """Adopts factors that were moved or replaced from outside (Lightning moves optimizer state between devices).
+
+        Raises:
+            RuntimeError: If a new engine gets factors of a run, of which it does not have the counters.
+        """
         for block in self.trained.blocks:
             given = states.get(block.layer.weight, block.state)
             if given is block.state or block.fits(given):
+                strange = given is not block.state and not (self.step_count or self._steps_taken)
                 block.adopt(given)
+                if strange and block.has_data():
+                    raise RuntimeError(
+                        f"the optimizer has got factors of {block.layer.name!r} from an earlier run, but not by its "
+                        "load_state_dict(), so that its counters are missing. ZeroRedundancyOptimizer does so with a "
+                        "consolidated state: save optimizer.optim.state_dict() on every rank, each in a file of its "
+                        "own, and load that by optimizer.optim.load_state_dict()"
+                    )
 
     def counters(self) -> dict[str, float | int]:
         """The plain numbers of the state: counters, and the hyperparameters that are numbers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from datetime import timedelta
 from pathlib import Path
@@ -313,6 +314,35 @@ def test_ranks_that_share_out_the_steps() -> None:
     )
     train(model, first, range(8), lambda: (second.step(), second.zero_grad()))
     assert_all_near([weights, others], values(model))
+
+
+def resume_partitioned(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor], str]:
+    """Trained on, and resumed from each rank's own state; and the error of one resumed from a consolidated state."""
+    model, other, third = (make_model().double() for _ in range(3))
+    first, second, last = (
+        ZeroRedundancyOptimizer(m.parameters(), optimizer_class=KFACSGD, **SHARED_OUT) for m in (model, other, third)
+    )
+    train(DDP(model), first, range(5))
+    first.consolidate_state_dict(0)
+    consolidated = [first.state_dict() if rank == 0 else None]
+    dist.broadcast_object_list(consolidated)
+    other.load_state_dict(model.state_dict())
+    resumed: Any = second
+    resumed.optim.load_state_dict(copy.deepcopy(first.optim.state_dict()))
+    train(DDP(model), first, range(5, 9))
+    train(DDP(other), second, range(5, 9))
+    last.load_state_dict(consolidated[0])
+    try:
+        train(DDP(third), last, range(5, 6))
+    except RuntimeError as error:
+        return values(model), values(other), str(error)
+    return values(model), values(other), "trained"
+
+
+def test_ranks_that_share_out_the_steps_resume_from_states_of_their_own() -> None:
+    for expected, found, story in run_ranks(2, resume_partitioned):
+        assert_all_near([found], expected, tolerance=0.0)
+        assert "optim.state_dict()" in story
 
 
 def train_in_pairs(rank: int, world_size: int, wrap: str) -> list[Tensor]:
