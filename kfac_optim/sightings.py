@@ -7,11 +7,11 @@ the step raises an error.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 
 from .blocks import UNSEEN_STEPS, Block
 from .capture import StepMoments, TakenStatistics
+from .common.user_warning import warn_user
 
 __all__ = ["Sightings"]
 
@@ -91,7 +91,7 @@ class Sightings:
                 continue
             seen = "is no longer seen" if lost else "was never seen"
             ends = "goes on with the factors that it has" if lost else "trains by the base rule"
-            warnings.warn(
+            warn_user(
                 f"{', '.join(names)}: the weight has gradients, but the layer {seen} in a forward and backward "
                 f"pass, so that it {ends}. Call the module itself: a weight that is used on its own, "
                 "as in F.linear(x, layer.weight), is not seen, nor is one inside a function that was compiled before "
@@ -100,5 +100,4 @@ class Sightings:
                 "backward(), if it has create_graph=True, or inside torch.vmap (torchjd: parallel_chunk_size=1). Steps "
                 "that are taken inside the backward pass need factor_update_steps=1. A sampled Fisher sees no layer "
                 "that the output does not depend on. If all this is intended, name the layer in skip_layers",
-                stacklevel=2,
             )

@@ -8,7 +8,6 @@ micro-batch when the user's backward pass reaches the model's output, and lost i
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from ..common.user_warning import warn_user
 from .calls import ModelCall, as_plain, in_backward, is_wrapped, when_gradient_arrives
 from .fisher import Fisher
 from .gradients import destination
@@ -130,12 +130,11 @@ class SampledBackward:
         problem = self.fisher.misfit(g)
         if problem:
             name = type(self.fisher).__name__.lower()
-            warnings.warn(
+            warn_user(
                 f"fisher={name!r} samples targets of that distribution, but the gradient of the loss with respect to "
                 f"the model's output {problem}: choose the fisher that fits the loss (categorical: cross-entropy, "
                 "bernoulli: binary cross-entropy, gaussian: squared error), or fisher='empirical'. If the loss is not "
                 "computed from this output, give the distribution an output_fn",
-                stacklevel=2,
             )
 
     def _require_whole_model(self, call: ModelCall) -> None:

@@ -8,13 +8,13 @@ own operations. Each layer is examined once, in the first call of the model that
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..common.user_warning import warn_user
 from ..layers import KroneckerLayer
 from .gradients import is_used_itself
 from .graphs import Edge, leaves_of, nodes_behind, nodes_reached
@@ -70,12 +70,11 @@ class WeightUses:
         for layer in new:
             layer.notes.append(_USED_BESIDE)
         if new:
-            warnings.warn(
+            warn_user(
                 f"{', '.join(repr(layer.name) for layer in new)}: the model uses the weight beside the calls of the "
                 "module, too, as in h @ embedding.weight.T, and what that adds to its gradient is not in the layer's "
                 "factors. Tie a module instead (head.weight = embedding.weight), call the module for each use, or name "
                 "the layer in skip_layers, so that the base rule trains it",
-                stacklevel=2,
             )
 
 

@@ -10,6 +10,7 @@ Where to look::
     grouping.py         what is decomposed, copied or sent at once; jobs evenly over workers
     precision.py        computation without autocast and TF32; directions as the user chose
     tensor_cache.py     caches of tensors that are kept between steps
+    user_warning.py     warnings that point to the user's own line
     cuda_graphs.py      refuses CUDA graph capture
     stopwatch.py        how long the stages of a step take (Fig. 7 of the paper)
 """

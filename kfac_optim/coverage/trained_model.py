@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import re
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..blocks import UNSEEN_STEPS, Block
+from ..common.user_warning import warn_user
 from ..config import Config
 from ..distributed import Communicator, gathered_weight, own_shape, refuse_flattened, sharding_problem, whole_shape
 from ..layers import COMPUTED, LayerOptions, LinearLayer, find_layers, skip_reason
@@ -128,22 +128,20 @@ class TrainedModel:
         trained = [reason for p, (_, reason) in self.uncovered.items() if p.requires_grad or not self.blocks]
         for pattern in skipped:
             if skip_reason(pattern) not in reasons and not any(re.search(pattern, name) for name in names):
-                warnings.warn(f"skip_layers: {pattern!r} matches the name of no layer", stacklevel=4)
+                warn_user(f"skip_layers: {pattern!r} matches the name of no layer")
         if self.parameters and not self.roots:
-            warnings.warn(
+            warn_user(
                 "no module was found that owns the optimizer's parameters, so that all of them train by the base rule; "
                 "if they are a model's, pass the model, as first argument or as model=...",
-                stacklevel=4,
             )
         elif not skipped and trained and not any(block.layer.weight.requires_grad for block in self.blocks):
             shown = list(dict.fromkeys(trained))[:3]
             more = (
                 "; if modules of a model compute with them, pass the model as model=..." if self.model is None else ""
             )
-            warnings.warn(
+            warn_user(
                 "K-FAC preconditions none of the optimizer's parameters, so that all of them train by the base rule: "
                 f"{'; '.join(shown)}. print(optimizer.curvature) lists them, and register_layer() adds a rule{more}",
-                stacklevel=4,
             )
 
     def covered(self) -> set[nn.Parameter]:
@@ -204,11 +202,10 @@ class TrainedModel:
         left = [block.layer for block in before if block not in self.blocks and block.layer.weight in self.parameters]
         declined = {f"{x.name!r} ({type(x.modules[0]).__name__})" for x in left if x.name not in names}
         if declined:
-            warnings.warn(
+            warn_user(
                 f"{', '.join(sorted(declined))}: the parameters or the modules were changed after the optimizer was "
                 "built, by a parametrization or pruning for instance; from now on they train by the base rule "
                 "(print(optimizer.curvature) says why)",
-                stacklevel=3,
             )
 
     def _owned(self) -> set[nn.Parameter]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import warnings
 from collections.abc import Collection, Mapping
 from typing import Any, cast
 
@@ -14,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..blocks import LEARNED, SIDES, State, set_learned
 from ..capture import when_whole
+from ..common.user_warning import warn_user
 from ..config import loaded_options, saved_options
 from ..distributed import shard_number
 from ..factors import copy_average_
@@ -207,10 +207,9 @@ class StatefulEngine(BuiltEngine):
     def __deepcopy__(self, memo: dict[int, Any]) -> StatefulEngine:
         """A copy for a copy of the model, among the same ranks."""
         if self.grad_scaler is not None:
-            warnings.warn(
+            warn_user(
                 "the copy of this optimizer has no grad_scaler, so that its statistics would count the loss as scaled: "
                 "set that of its own loop on copied.curvature.grad_scaler",
-                stacklevel=4,
             )
         copied = object.__new__(type(self))
         memo[id(self)] = copied

@@ -12,7 +12,6 @@ share of each step and ends it. The decompositions may be stale, after a state w
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from ..blocks import Block, part_dtype
 from ..common.stopwatch import Stopwatch
+from ..common.user_warning import warn_user
 from ..config import Config
 from ..damping import Damping, unit_of, value_of
 from ..distributed import Broadcast, Communicator
@@ -247,10 +247,9 @@ class Refresher:
             self._warned.add(name)
             instead = "its last good decomposition" if block.has_direction else "its raw gradient"
             why = "".join(f" ({reason})" for i in range(2) if (reason := refresh.failure(block, i)))
-            warnings.warn(
+            warn_user(
                 f"the factors of {name!r} could not be decomposed{why}; using {instead}. If it recurs, raise damping, "
                 "or store the factors with factor_dtype=torch.float64",
-                stacklevel=2,
             )
 
     # State ----------------------------------------------------------------------------------------------------------

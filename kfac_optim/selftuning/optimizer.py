@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import numbers
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -22,6 +21,7 @@ from ..bases.state_keys import LAST_UPDATE
 from ..capture import Fisher, RandomState, Replay, repeating
 from ..common.checks import is_positive, require_number
 from ..common.rates import rate_of
+from ..common.user_warning import warn_user
 from ..config import options as engine_options
 from ..config import refuse_unknown
 from ..distributed import is_sharded
@@ -269,14 +269,13 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         # If targets are bounded, too much curvature shows in the targets, which Objective.check() looks at.
         if ratio is None or ratio > 1 and not self._fisher.lacks("target_problem"):
             return
-        warnings.warn(
+        warn_user(
             f"in the first steps the loss had {ratio:.2g} times the curvature that {self._fisher} predicts: either "
             "the batches are too small for KFAC (use larger ones, or KFACSGD), or the loss has another factor, or "
             "it ignores targets (let the model return only the outputs that the loss uses), or it is a mean over "
             "something other than loss_average: that of nn.CrossEntropyLoss over tokens is "
             "'batch+sequence', of nn.BCEWithLogitsLoss 'elements', and of nn.MSELoss, which is "
             "Gaussian(variance=0.5), 'elements', too",
-            stacklevel=2,
         )
 
     def _change_of(self, closure: _Closure, objective: Objective, c: Tensor) -> float:

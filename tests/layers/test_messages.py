@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -301,3 +302,32 @@ def test_a_pattern_of_skip_layers_that_matches_nothing_is_told() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         KFACSGD(model, lr=0.1, skip_layers=["^0$", "in_proj"])
+
+
+class Unseen(nn.Module):
+    """The second layer's weight is used without its call; the third one's also beside its call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.linear(self.layers[0](x), self.layers[1].weight)
+        return F.linear(self.layers[2](hidden), self.layers[2].weight)
+
+
+def test_warnings_point_to_the_line_that_led_to_them() -> None:
+    """To the one that builds the optimizer, calls the model or takes the step, and not to one of this package."""
+    model = Unseen()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        KFACAdam([nn.Parameter(torch.ones(2))], lr=0.1)
+        optimizer = KFACSGD(model, lr=0.1, skip_layers=["nothing"], **OFTEN)
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+    assert {w.filename for w in caught} == {__file__}
+    lines = Path(__file__).read_text().splitlines()
+    pointed = {lines[w.lineno - 1].strip().partition("(")[0] for w in caught}
+    assert pointed == {"KFACAdam", "optimizer = KFACSGD", "model", "optimizer.step"}
