@@ -16,6 +16,7 @@ README, SWAP = ROOT / "README.rst", ROOT / "docs" / "results" / "swap.rst"
 FILES = ROOT / "benchmarks" / "results" / "swap"
 # By page: the first cell of a row of its table, the file, the half, and what the other cells are.
 COLUMNS = ("behind", "behind, single seeds", "lower at the end", "held out not worse", "final loss", "time")
+OF_ONE_SEED = ("behind", "lower at the end", "held out not worse", "final loss", "time")
 SHORT = ("behind", "final loss", "held out not worse", "time")
 ROWS = [
     (README, "used to choose the defaults", "main", "choose", SHORT),
@@ -25,6 +26,8 @@ ROWS = [
     (SWAP, "half only evaluated", "main", "judge", COLUMNS),
     (SWAP, "seeds 3 to 5, half that chose", "more-seeds", "choose", COLUMNS),
     (SWAP, "seeds 3 to 5, half only evaluated", "more-seeds", "judge", COLUMNS),
+    (SWAP, "ten times the steps, half that chose", "longer", "choose", OF_ONE_SEED),
+    (SWAP, "ten times the steps, half only evaluated", "longer", "judge", OF_ONE_SEED),
     (SWAP, "the base again, from slightly other weights, both", "again", "both", COLUMNS),
 ]
 
@@ -77,6 +80,7 @@ def test_readme_says_how_often_the_swap_is_behind_lower_and_sooner() -> None:
     assert f"ended lower in {sums['lower at the end']} runs" in text
     assert f"final loss after {summary('main', 'both')['steps']:.0%}".replace("%", " %") in text
     assert f"final loss sooner in {sums['sooner']} trainings" in text
+    assert f"with ten times the steps in {summary('longer', 'both')['sooner'].partition(' ')[0]}" in text
     better, runs = map(int, sums["held out not worse"].split(" of "))
     assert f"Held-out losses were worse in {runs - better} of {runs} runs" in text
 
