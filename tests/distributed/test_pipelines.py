@@ -61,6 +61,14 @@ def divided_loss(output: Tensor, classes: Tensor) -> Tensor:
     return F.cross_entropy(output, classes) / PARTS
 
 
+def feed(runner: Any, inputs: Tensor, classes: Tensor, *, first: bool) -> None:
+    """Runs a schedule; the first stage is given the inputs, others, the last one among them, the classes."""
+    if first:
+        runner.step(inputs)
+    else:
+        runner.step(target=classes)
+
+
 def pipelined(rank: int, world_size: int) -> dict[str, list[Tensor]]:
     """The parameters of this rank's stage."""
     replicas = world_size // STAGES
@@ -77,10 +85,7 @@ def pipelined(rank: int, world_size: int) -> dict[str, list[Tensor]]:
         for step in range(STEPS):
             inputs, classes = share(data_of(step, SHAPE), replica, replicas)
             optimizer.zero_grad()
-            if number == 0:
-                runner.step(inputs)
-            else:
-                runner.step(target=classes)
+            feed(runner, inputs, classes, first=number == 0)
             for p in module.parameters():
                 dist.all_reduce(p.grad, group=comm.group)
                 p.grad.div_(replicas)  # type: ignore[union-attr]
@@ -104,10 +109,7 @@ def interleaved(rank: int, world_size: int) -> dict[str, Any]:
             for step in range(STEPS):
                 inputs, classes = data_of(step, SHAPE)
                 optimizer.zero_grad()
-                if rank == 0:
-                    runner.step(inputs)
-                else:
-                    runner.step(target=classes)
+                feed(runner, inputs, classes, first=rank == 0)
                 optimizer.step()
         found[name] = [p.detach().clone() for p in modules.parameters()], [str(each.message) for each in told]
     return found
@@ -126,10 +128,7 @@ def in_shards(rank: int, world_size: int) -> list[Tensor]:
     for step in range(STEPS):
         inputs, classes = share(data_of(step, SHAPE), replica, replicas)
         optimizer.zero_grad()
-        if number == 0:
-            runner.step(inputs)
-        else:
-            runner.step(target=classes)
+        feed(runner, inputs, classes, first=number == 0)
         optimizer.step()
     return [p.full_tensor().detach() for p in module.parameters()]  # type: ignore[attr-defined]
 
