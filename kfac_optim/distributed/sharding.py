@@ -93,11 +93,14 @@ def gathered(tensor: Tensor) -> Tensor:
 def gathered_weight(weight: Tensor, modules: Iterable[nn.Module]) -> nn.Parameter | None:
     """The whole parameter that FSDP2 has in the place of a sharded weight while its modules run, if it has one there.
 
-    Parameters of one shape in a module are gathered together, and take part in the same passes: any of them will do.
+    Otherwise the weight itself is in its place. Parameters of one shape in a module are gathered together, and take
+    part in the same passes: any of them will do.
     """
-    parameters = (own for module in modules for own in module._parameters.values() if own is not None)
+    parameters = [own for module in modules for own in module._parameters.values() if own is not None]
+    if not is_sharded(weight) or any(own is weight for own in parameters):
+        return None
     found = (own for own in parameters if own.requires_grad and own.shape == weight.shape and not is_sharded(own))
-    return next(found, None) if is_sharded(weight) else None
+    return next(found, None)
 
 
 def all_gathered(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -31,7 +31,7 @@ from tests.helpers.compare import assert_all_near, assert_equal_on_ranks
 from tests.helpers.ranks import run_ranks
 from tests.helpers.settings import FLOAT64, KINDS, OFTEN
 from tests.helpers.training import average_gradients, data_of, share, train, trusts_of
-from tests.helpers.versions import needs_flat_dicts, needs_sharding_on_cpus
+from tests.helpers.versions import needs_flat_dicts, needs_ignored_parameters, needs_sharding_on_cpus
 
 pytestmark = needs_sharding_on_cpus
 
@@ -722,3 +722,27 @@ def partly_sharded(rank: int, world_size: int, assignment: str) -> list[Tensor]:
 @pytest.mark.parametrize("assignment", ["factor-wise", "layer-wise"])
 def test_sharded_and_plain_parameters_in_one_model(assignment: str) -> None:
     assert_all_near(run_ranks(2, partly_sharded, assignment), trained(0, 1, "sgd", "", {"scaling": Graft(trust=1.0)}))
+
+
+def train_beside_what_stays_whole(rank: int, world_size: int) -> list[Tensor]:
+    """A parameter of a sharded one's shape, in the same module, that FSDP2 is told to leave alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 12), nn.LayerNorm(12), nn.Tanh(), nn.Linear(12, 4)).double()
+    left = model[1].bias
+    if world_size > 1:
+        fully_shard(model, ignored_params={left})
+    optimizer = KFACSGD(model, lr=0.05, momentum=0.9, **FLOAT64, **OFTEN)
+    for step in range(5):
+        inputs, classes = share(data_of(step, (16, 8)), rank, world_size)
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs.double()), classes % 4).backward()
+        if world_size > 1:
+            torch.distributed.all_reduce(left.grad)
+            left.grad.div_(world_size)
+        optimizer.step()
+    return [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
+
+
+@needs_ignored_parameters
+def test_parameters_that_stay_whole_beside_shards() -> None:
+    assert_all_near(run_ranks(2, train_beside_what_stays_whole), train_beside_what_stays_whole(0, 1))

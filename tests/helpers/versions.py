@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from torch.distributed.checkpoint import state_dict
+from torch.distributed.fsdp import fully_shard
 
 ADAM_DECOUPLES = "decoupled_weight_decay" in inspect.signature(torch.optim.Adam).parameters
 RATES_OF_ONE_DIMENSION = hasattr(sys.modules[torch.optim.Optimizer.__module__], "_to_scalar")
@@ -15,6 +16,10 @@ FLATTENS_DICTS = "nested" in inspect.getsource(state_dict._flatten_optim_state_d
 
 needs_sharding_on_cpus = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"), reason="FSDP2 of this torch asks CPUs for events of streams"
+)
+needs_ignored_parameters = pytest.mark.skipif(
+    "ignored_params" not in inspect.signature(fully_shard).parameters,
+    reason="FSDP2 of this torch shards all parameters",
 )
 needs_flat_dicts = pytest.mark.skipif(
     not FLATTENS_DICTS, reason="this torch does not flatten an optimizer's state that holds dicts"
