@@ -45,6 +45,7 @@ class BuiltEngine(Config):
         self.skipped_steps = 0
         self.last_statistics: int | None = None
         self._steps_taken = 0  # without those of the run that this one resumes
+        self._lacks_counters = False  # whether factors came without them, see adopt_states()
         self._is_noop = False  # the step in progress changes nothing; see update()
         self._closed = False
         self._owner: weakref.ref[Any] | None = None

@@ -45,15 +45,16 @@ class StatefulEngine(BuiltEngine):
         for block in self.trained.blocks:
             given = states.get(block.layer.weight, block.state)
             if given is block.state or block.fits(given):
-                strange = given is not block.state and not (self.step_count or self._steps_taken)
+                is_new = not (self.step_count or self._steps_taken or block.has_data())
                 block.adopt(given)
-                if strange and block.has_data():
-                    raise RuntimeError(
-                        f"the optimizer has got factors of {block.layer.name!r} from an earlier run, but not by its "
-                        "load_state_dict(), so that its counters are missing. ZeroRedundancyOptimizer does so with a "
-                        "consolidated state: save optimizer.optim.state_dict() on every rank, each in a file of its "
-                        "own, and load that by optimizer.optim.load_state_dict()"
-                    )
+                self._lacks_counters |= is_new and block.has_data()
+        if self._lacks_counters:
+            raise RuntimeError(
+                "the optimizer has got factors from an earlier run, but not by its load_state_dict(), so that its "
+                "counters are missing. ZeroRedundancyOptimizer does so with a consolidated state: save "
+                "optimizer.optim.state_dict() on every rank, each in a file of its own, and load that by "
+                "optimizer.optim.load_state_dict()"
+            )
 
     def counters(self) -> dict[str, float | int]:
         """The plain numbers of the state: counters, and the hyperparameters that are numbers."""
@@ -104,7 +105,7 @@ class StatefulEngine(BuiltEngine):
         """Copies checked states, in the engine's own precision, and rebuilds the decompositions."""
         for name, value in loaded_options(self, counters).items():
             setattr(self, name, value)
-        self.step_count = int(counters.get("step", 0))
+        self.step_count, self._lacks_counters = int(counters.get("step", 0)), False
         last = int(counters.get("last_statistics", -1))
         self.last_statistics = None if last < 0 else last
         self.skipped_steps = int(counters.get("skipped_steps", 0))

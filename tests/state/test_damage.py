@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KFACAdamW
 from kfac_optim.bases.state_keys import RECORDED
+from kfac_optim.refresh import Refresher
 from kfac_optim.saved_state.checks import checksums
 from tests.helpers.bases import KFACRMSprop
 from tests.helpers.compare import assert_near, assert_same_factors
@@ -382,3 +383,33 @@ def test_weight_decay_does_not_change_its_meaning(kfac: Any, other: Any) -> None
         for own in (optimizer, theirs):
             own.load_state_dict(trained(other, weight_decay=0.1))
         assert_go_on_alike(range(3), (model, optimizer), (twin, theirs))
+
+
+def move_state_of(optimizer: torch.optim.Optimizer) -> None:
+    """As Lightning moves the state to another device."""
+    for p, state in optimizer.state.items():
+        optimizer.state[p] = tree_map_only(Tensor, Tensor.clone, state)
+
+
+def test_factors_without_their_counters_are_refused_until_a_state_is_loaded() -> None:
+    """As by frameworks that hand over the states of parameters alone."""
+    (model, first), (other, second) = build(), build()
+    train(model, first, range(3))
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        second.state[q] = copy.deepcopy(first.state[p])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"counters are missing.*optim\.load_state_dict"):
+            train(other, second, range(1))
+    second.load_state_dict(first.state_dict())
+    train(other, second, range(1))
+
+
+def test_factors_of_an_interrupted_first_step_may_be_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = build()
+    with monkeypatch.context() as patch:
+        patch.setattr(Refresher, "start", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(model, optimizer, range(1))
+    move_state_of(optimizer)
+    train(model, optimizer, range(1))
+    assert optimizer.curvature.refreshes == 1
