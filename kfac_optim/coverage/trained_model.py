@@ -135,7 +135,8 @@ class TrainedModel:
                 "if they are a model's, pass the model, as first argument or as model=...",
             )
         elif not skipped and trained and not any(block.layer.weight.requires_grad for block in self.blocks):
-            shown = list(dict.fromkeys(trained))[:3]
+            frozen = ["all layers that it could precondition are frozen"] if self.blocks else []
+            shown = [*frozen, *dict.fromkeys(trained)][:3]
             more = (
                 "; if modules of a model compute with them, pass the model as model=..." if self.model is None else ""
             )
