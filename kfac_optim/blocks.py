@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict, cast
 
@@ -16,7 +15,7 @@ from .damping import Damping, kind_of, unit_of
 from .distributed import LayerAssignment
 from .factors import Average, FactorSpec, copy_average_, numbers_of, read
 from .layers import KroneckerLayer
-from .solvers import Decomposition, Shifting, Solver
+from .solvers import Decomposition, Shifting
 from .spectra import eigenvalues, largest_eigenvalue
 
 __all__ = [
@@ -30,7 +29,6 @@ __all__ = [
     "Snapshot",
     "Source",
     "State",
-    "decomposed_bytes",
     "part_dtype",
     "set_learned",
 ]
@@ -100,6 +98,7 @@ class Factors:
     def __init__(self, layer: KroneckerLayer, snapshot: Snapshot, known: KnownSpectra | None) -> None:
         self.pairs_share_scale, self.specs, self.snapshot = layer.pairs_share_scale, layer.specs, snapshot
         self._known_spectra = known or KnownSpectra()
+        self._largest: tuple[Tensor, Tensor] | None = None
 
     @property
     def has_data(self) -> bool:
@@ -125,7 +124,9 @@ class Factors:
 
     def largest(self) -> tuple[Tensor, Tensor]:
         """The largest eigenvalues of A and of G, ``[p]`` each; pairs that share a scale get the largest of all."""
-        a, g = self._known_spectra.largest or (self.largest_of(0), self.largest_of(1))
+        if self._largest is None:  # found only once
+            self._largest = self._known_spectra.largest or (self.largest_of(0), self.largest_of(1))
+        a, g = self._largest
         return (a.amax().expand_as(a), g.amax().expand_as(g)) if self.pairs_share_scale else (a, g)
 
     def mean(self, side: int) -> Tensor:
@@ -195,6 +196,7 @@ class Block:
     rows: float = 0.0
     unseen: int = 0
     _unit: tuple[Any, Tensor] | None = None
+    _used: Factors | None = None
     _known_spectra: KnownSpectra | None = None
     _eigenvalues: tuple[Tensor | None, ...] | None = None
 
@@ -236,6 +238,13 @@ class Block:
         """The factors of one source; ``known`` eigenvalues take the place of those that the block has noted."""
         known = known or (self._known_spectra if source == "in_use" else None)
         return Factors(self.layer, self.state[source], known)
+
+    @property
+    def used(self) -> Factors:
+        """The factors behind the decompositions in use, which keep what they find of their eigenvalues."""
+        if self._used is None:
+            self._used = self.factors("in_use")
+        return self._used
 
     def has_data(self, source: Source = "current") -> bool:
         """Whether both factors of a source have seen something."""
@@ -280,6 +289,7 @@ class Block:
 
     def adopt(self, state: State) -> None:
         """Replaces the state."""
+        self._used = self._used if state is self.state else None
         self.state = state
 
     def fits(self, state: State) -> bool:
@@ -352,7 +362,7 @@ class Block:
 
     def drop(self) -> None:
         """Discards the decompositions."""
-        self.decomposed = self.cosine = self._unit = self._known_spectra = self._eigenvalues = None
+        self.decomposed = self.cosine = self._unit = self._used = self._known_spectra = self._eigenvalues = None
         self.has_direction = False
         self.version += 1
 
@@ -365,7 +375,7 @@ class Block:
         """The unit of gamma for the decompositions in use, ``[p]``."""
         kind = kind_of(damping)
         if self._unit is None or self._unit[0] != kind:
-            self._unit = kind, unit_of(damping, self.factors("in_use"), self.specs[0].pairs)
+            self._unit = kind, unit_of(damping, self.used, self.specs[0].pairs)
         return self._unit[1]
 
     def eigenvalues(self) -> tuple[Tensor | None, ...]:
@@ -388,12 +398,3 @@ class Block:
 def part_dtype(dims: int, inv_dtype: torch.dtype) -> torch.dtype:
     """The dtype of a part of a decomposition with ``dims`` dimensions: vectors and scalars carry the magnitude."""
     return inv_dtype if dims == 2 else torch.promote_types(inv_dtype, torch.float32)
-
-
-def decomposed_bytes(specs: Iterable[FactorSpec], solver: Solver, inv_dtype: torch.dtype) -> int:
-    """The bytes that the decompositions of these factors take."""
-    return sum(
-        spec.matrices * math.prod(shape) * part_dtype(len(shape), inv_dtype).itemsize
-        for spec in specs
-        for shape in solver.shapes(spec.size, spec.diagonal)
-    )

@@ -16,8 +16,9 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from ..blocks import Block, decomposed_bytes
+from ..blocks import Block
 from ..config import Config
+from ..placement import decomposed_bytes
 
 __all__ = ["memory_of", "total"]
 

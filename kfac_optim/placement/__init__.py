@@ -8,7 +8,7 @@ Where to look::
 """
 
 from .factor_owners import known_spectra, whole_state
-from .ranks import Ranks
+from .ranks import Ranks, decomposed_bytes
 from .shard_routing import exchanged_blocks, gathered_vectors
 
-__all__ = ["Ranks", "exchanged_blocks", "gathered_vectors", "known_spectra", "whole_state"]
+__all__ = ["Ranks", "decomposed_bytes", "exchanged_blocks", "gathered_vectors", "known_spectra", "whole_state"]

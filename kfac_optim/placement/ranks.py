@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ..blocks import Block, decomposed_bytes
+from ..blocks import Block, part_dtype
 from ..distributed import (
     Assignment,
     AssignmentStrategy,
@@ -17,10 +18,11 @@ from ..distributed import (
     agreement,
     default_communicator,
 )
+from ..factors import FactorSpec
 from ..solvers import Solver
 from .factor_owners import move_factors
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "decomposed_bytes"]
 
 
 class Ranks:
@@ -156,3 +158,12 @@ class Ranks:
                 "and load the state_dict()"
             )
         return comm
+
+
+def decomposed_bytes(specs: Iterable[FactorSpec], solver: Solver, inv_dtype: torch.dtype) -> int:
+    """The bytes that the decompositions of these factors take."""
+    return sum(
+        spec.matrices * math.prod(shape) * part_dtype(len(shape), inv_dtype).itemsize
+        for spec in specs
+        for shape in solver.shapes(spec.size, spec.diagonal)
+    )

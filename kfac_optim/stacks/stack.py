@@ -95,8 +95,8 @@ class Stack:
         if self._largest_damped is None:
             found = []
             for block in self.blocks:
-                used, gamma = block.factors("in_use"), block.state["in_use"]["gamma"]
-                (a, g), (of_a, of_g) = used.largest(), used.shifts(solver, gamma)
+                (a, g), gamma = block.used.largest(), block.state["in_use"]["gamma"]
+                of_a, of_g = block.used.shifts(solver, gamma)
                 found.append((a + of_a) * (g + of_g))
             self._largest_damped = _cat(found)
         return self._largest_damped

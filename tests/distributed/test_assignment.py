@@ -30,10 +30,10 @@ from kfac_optim import (
     TorchCommunicator,
     memory_estimate,
 )
-from kfac_optim.blocks import decomposed_bytes
 from kfac_optim.common.grouping import longest_first
 from kfac_optim.distributed import Broadcast, Communicator, agreement
 from kfac_optim.distributed.assignment import FactorPlace
+from kfac_optim.placement import decomposed_bytes
 
 ROUNDING = 1e-9  # loads are sums of integers up to 1e10 in floats, in another order
 
