@@ -102,8 +102,6 @@ class Preconditioner:
         device = stacks[0].damping_unit.device.type if stacks else "cpu"
         with self.stopwatch.stage("preconditioning"), without_autocast(device):
             contrast = 1 + 1 / value if isinstance(damping, OfLargest) else None
-            if not traits_of(scaling).needs_lr:
-                vectors = replace(vectors, lr=math.nan)
             found = self._precondition(stacks, vectors, value, contrast, any_length=any_length)
         if any(block.route for block in blocks if block not in exchanged):
             with self.stopwatch.communication("gradient", comm.world_size):

@@ -31,7 +31,7 @@ class Scaling(Protocol):
     - ``by_layer``: each multiplier depends on its own layer alone. Not every rank then needs all layers: under FSDP2
       gradients go only to the ranks that precondition them, and shards of tensor parallelism are allowed.
     - ``of_any_length``: the scaled direction does not depend on the length of the given one.
-    - ``needs_lr``: it reads ``Direction.lr``, which is NaN for others. ``precondition_()`` has to be given it then.
+    - ``needs_lr``: it reads ``Direction.lr``, so that ``precondition_()`` has to be given the learning rate.
     - ``trust``: how far steps turn, in [0, 1], or None to learn it; see :class:`Graft`.
     - ``stretch``: whether steps are stretched while trust is learned: True, False or None; see :class:`Graft`.
 

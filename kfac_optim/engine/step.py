@@ -124,10 +124,10 @@ class CurvatureEngine(ViewedEngine):
         del statistics  # as large as the factors, so freed before a refresh needs memory
         self._refresher.rebuild(self.step_count, self.trained.blocks, self.comm)
         if self._refresher.is_due(self, self.step_count):
-            if self.needs_directions:
-                self._refresh(trains)
-            else:  # it is put off until they are needed
+            if self.is_opposed:  # nobody needs directions: it is put off until they do
                 self._refresher.refresh_next_step()
+            else:
+                self._refresh(trains)
         self._refresher.work_off(self.step_count, self.comm)
         self._preconditioner.release(self.trained.blocks, self.damping_rule)
         self._restart_for_new_layers()
@@ -259,7 +259,7 @@ class CurvatureEngine(ViewedEngine):
             return
         step = self.ranks.common_step(self.step_count, skipped=not finite)
         pools = due(self.statistics_interval(step), step, self.last_statistics)
-        if pools or self._refresher.communicates(self, step, refreshes=self.needs_directions):
+        if pools or self._refresher.communicates(self, step, refreshes=not self.is_opposed):
             self._compare()
 
     def _skip(self) -> None:

@@ -10,7 +10,6 @@ from ..blocks import Block
 from ..damping import value_of
 from ..diagnostics import memory_of, report_of, table, total, workers_of
 from ..layers import KroneckerLayer
-from ..scaling import traits_of
 from ..steering import LEAST, Plan
 from .state import StatefulEngine
 
@@ -34,11 +33,6 @@ class ViewedEngine(StatefulEngine):
     def is_opposed(self) -> bool:
         """Whether :meth:`plan` leaves steps to the base optimizer because networks seem to train against each other."""
         return self._steering.is_opposed(self.scaling, turns=self._turns)
-
-    @property
-    def needs_directions(self) -> bool:
-        """Whether steps use directions at all. Not if they are left to the base optimizer, or trust is fixed at 0."""
-        return not (self.is_opposed or (self._turns and traits_of(self.scaling).trust == 0))
 
     @property
     def _turns(self) -> bool:

@@ -57,7 +57,7 @@ class Direction:
         gradient: The matrices that were preconditioned (gradients or first moments), of the same shape.
         update: The base optimizer's own update from them, per unit of the learning rate, of the same shape.
         lr: The learning rate: a number, or a tensor that broadcasts to that shape if weights and biases have different
-            rates; NaN if the scaling does not ask for it.
+            rates.
         layer_of_pair: For norm layers, whose pairs (channels) are scaled together: the number of the layer that each
             pair belongs to, ``[p]``. None: every pair is scaled on its own.
         pairs_per_layer: For norm layers, the number of pairs of each layer, whose pairs are consecutive, ``[layers]``.

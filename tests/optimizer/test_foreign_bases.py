@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KFACMixin
-from kfac_optim.bases import Member, buckets_of, keep_averages, take_apart
+from kfac_optim.bases import Member, buckets_of, keep_averages, rule_of, take_apart
 from tests.helpers.compare import values
 from tests.helpers.files import through_a_file
 from tests.helpers.settings import OFTEN
@@ -293,6 +293,15 @@ COUPLED: list[tuple[Any, dict[str, bool]]] = [
     for how in ({}, {"maximize": True}, {"decoupled_weight_decay": True})
     if how.keys() <= inspect.signature(base).parameters.keys()  # not all versions of torch know the last one
 ]
+
+
+@pytest.mark.parametrize(("momentum", "decay"), [(0.0, 0.0), (0.9, 0.0), (0.9, 0.1)])
+def test_whether_gradients_are_averaged_is_known_before_sgd_has_a_buffer(momentum: float, decay: float) -> None:
+    """A state that is saved then has room for an average only if there will be one."""
+    weight = nn.Parameter(torch.ones(2))
+    sgd = torch.optim.SGD([weight], lr=0.1, momentum=momentum, weight_decay=decay)
+    (group,) = sgd.param_groups
+    assert rule_of(sgd).needs_average(weight, group, {}) == (not momentum or decay > 0)
 
 
 @pytest.mark.parametrize(("base", "how"), COUPLED)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import math
 from typing import Any
 
 import pytest
@@ -67,26 +66,6 @@ def test_each_group_has_its_own_lr_and_weight_decay(precondition: str) -> None:
     for name, old in before.items():
         lr, decay = (0.2, 0.1) if old.dim() > 1 else (0.5, 0.0)
         torch.testing.assert_close(found[name], lr * (directions[name] - decay * old), rtol=TOL, atol=TOL)
-
-
-@pytest.mark.parametrize("asks", [True, False])
-def test_only_a_scaling_that_asks_for_learning_rates_is_told_them(asks: bool) -> None:
-    """For rates that differ within a layer they are a tensor of its shape, which takes time to make."""
-    seen = []
-
-    class Own:
-        needs_lr = asks
-
-        def multipliers(self, directions: Any, step: int) -> list[Tensor]:
-            seen.extend(d.lr for d in directions)
-            return [torch.ones((), dtype=torch.float64) for _ in directions]
-
-    model = make_model()
-    train(model, KFACSGD(decay_groups(model, lr=0.5), lr=0.2, model=model, **EVERY_STEP | {"scaling": Own()}), [0])
-    if asks:
-        assert any(isinstance(lr, Tensor) and set(lr.unique().tolist()) == {0.2, 0.5} for lr in seen)
-    else:
-        assert seen and all(math.isnan(lr) for lr in seen)
 
 
 def test_kl_clip_reads_the_current_lr_of_each_group() -> None:
