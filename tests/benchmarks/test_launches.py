@@ -102,7 +102,7 @@ STEPS = """
 import kfac_optim
 torch.manual_seed(0)
 model = torch.nn.Sequential({layers}).cuda()
-optimizer = kfac_optim.{cls}(model, lr=0.1, spread=0, inv_update_steps=1, {options})
+optimizer = kfac_optim.{cls}(model, lr=0.1, spread=0, factor_update_steps=10, inv_update_steps=1, {options})
 def step():
     simulation.take()
     optimizer.zero_grad()
@@ -136,7 +136,8 @@ def test_a_refresh_waits_once_for_factors_of_nearly_one_size():
 def test_of_stacks_products_alone_take_launches_of_their_own(cls, options):
     """In the third step, which is stretched."""
     program = STEPS.replace(
-        "inv_update_steps=1", "inv_update_steps=1000, factor_update_steps=lambda t: 1 if t < 2 else 999"
+        "factor_update_steps=10, inv_update_steps=1",
+        "inv_update_steps=1000, factor_update_steps=lambda t: 1 if t < 2 else 999",
     )
     few, many = (
         "".join(f"torch.nn.Linear({8 * i}, {8 * i + 8}, bias=False), " for i in range(1, n + 1)) for n in (3, 9)
