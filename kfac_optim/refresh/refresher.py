@@ -105,14 +105,16 @@ class Refresher:
             block: value * unit_of(damping, block.factors("current", known.get(block)), block.specs[0].pairs)
             for block in damped
         }
+        goes_on: Refresh | None = None
         if self.last_refresh is None or not spread:
             refresh = Refresh(step, 0, "current", blocks, comm.rank, gammas, known)
             self._work_off(refresh, step, comm)
         else:
             for block in blocks:
                 block.factors("pending").freeze(block.factors("current"), gammas.get(block))
-            self.in_progress = Refresh(step, spread, "pending", blocks, comm.rank, spectra=known)
-        self.last_refresh = step  # set last, so that an interrupted refresh is due again
+            goes_on = Refresh(step, spread, "pending", blocks, comm.rank, spectra=known)
+        # Last, so that a refresh that is interrupted before is due again; in one line, so that they belong together.
+        self.in_progress, self.last_refresh = goes_on, step
         self.refreshes += 1
 
     def work_off(self, step: int, comm: Communicator) -> None:
