@@ -86,12 +86,19 @@ class Fisher(ABC):
         Args:
             output: The distribution's parameters.
             u: A change of them, of the same shape.
+
+        Raises:
+            NotImplementedError: If a distribution of the user's own leaves it out, as it may without ``KFAC``.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__}.root(): define it to use this distribution with KFAC")
 
     def divergence(self, output: Tensor, other: Tensor) -> Tensor:
-        """The KL divergence of the distribution at ``other`` from that at ``output``, summed over all terms; 0-dim."""
-        raise NotImplementedError
+        """The KL divergence of the distribution at ``other`` from that at ``output``, summed over all terms; 0-dim.
+
+        Raises:
+            NotImplementedError: See :meth:`root`.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.divergence(): define it to use this distribution with KFAC")
 
     def target_problem(self, output: Tensor, gradient: Tensor) -> str:
         """Why a gradient cannot be that of the negative log likelihood, because targets are bounded.

@@ -40,7 +40,8 @@ class Steepest:
 
     Attributes:
         factor: ``(L + gamma) / s``, ``[p]``, where L is the largest eigenvalue of ``A (x) G`` and s the product of all
-            scales that the direction has been multiplied by since eqs. 11-13.
+            scales that the direction has been multiplied by since eqs. 11-13. If the solver damps A and G apart, the
+            product of their largest damped eigenvalues takes the place of ``L + gamma``.
         contrast: ``(L + gamma) / gamma``: how many times more the steepest components are damped than the flattest.
     """
 

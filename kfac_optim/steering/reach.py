@@ -7,6 +7,8 @@ layer's ``A (x) G``. With the first moment m and the rate c at which the base fo
     stretch = c ((L + gamma) (A (x) G + gamma I)^-1 - I) m,    c = <u, m> / <m, m>
     step   += reach stretch
 
+(With a solver that damps A and G apart, ``L + gamma`` is the product of their largest damped eigenvalues.)
+
 The stretch is zero in the steepest direction, and ``L / gamma`` times the base's own step in the flattest. Steep
 directions are left to the base, whose rate was chosen for them: a stretch only ever adds to its step. At reach 1 the
 step is along the natural gradient, and as long as the base's in the layer's steepest direction. The rate was chosen for

@@ -97,6 +97,10 @@ def test_a_distribution_without_products_says_so() -> None:
 
     with pytest.raises(TypeError, match=r"fisher=Noise: .*lacks root\(\) and divergence\(\)"):
         KFAC(nn.Linear(2, 1), fisher=Noise())
+    one = torch.ones(1)
+    for name in ("root", "divergence"):
+        with pytest.raises(NotImplementedError, match=rf"Noise\.{name}\(\): define it .* KFAC"):
+            getattr(Noise(), name)(one, one)
 
 
 # The coefficients ----------------------------------------------------------------------------------------------------
