@@ -73,7 +73,7 @@ class Refresher:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there has been a refresh, in this run or in the one that it resumes."""
+        """Whether there has been a refresh of the layers that train now, in this run or in the one that it resumes."""
         return bool(self.pace.work)
 
     def is_due(self, config: Config, step: int) -> bool:
