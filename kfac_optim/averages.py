@@ -28,6 +28,7 @@ from torch import Tensor
 
 from .blocks import SIDES, Block
 from .capture import StepMoments
+from .common.counters import Counted, counter
 from .common.stopwatch import Stopwatch
 from .common.tensor_cache import sent_once
 from .distributed import Communicator
@@ -36,23 +37,22 @@ from .factors import Average, FactorSpec, read, write_
 __all__ = ["Averaging", "PendingUpdate", "fold_", "traces"]
 
 
-class Averaging:
+class Averaging(Counted):
     """Collects the moments that this rank captures, and adds those of all ranks to the running averages.
 
-    Args:
-        dtype: Storage of the factors; sums are kept in float32 at least.
-        stopwatch: Measures the time that communication takes.
-        summed: Whether the loss is a sum; see :meth:`terms_of_rank`.
-        sampled: Whether the gradients are those of sampled targets; see :meth:`terms_of_rank`.
+    Factors are stored in ``dtype``, and sums kept in float32 at least. ``summed``: whether the loss is a sum;
+    ``sampled``: whether the gradients are those of sampled targets (:meth:`terms_of_rank`).
 
     Attributes:
         skipped_batches: How many micro-batches of all ranks were left out because a moment was not finite.
     """
 
+    skipped_batches: int = counter(0)
+
     def __init__(self, dtype: torch.dtype, stopwatch: Stopwatch, *, summed: bool, sampled: bool) -> None:
+        super().__init__()
         self.dtype, self.stopwatch = torch.promote_types(dtype, torch.float32), stopwatch
         self.summed, self.sampled = summed, sampled
-        self.skipped_batches = 0
         self.clear()
 
     def clear(self) -> None:
@@ -60,9 +60,9 @@ class Averaging:
         self._pending: dict[Block, tuple[PendingUpdate, PendingUpdate]] = {}  # of A and of G
 
     def load(self, counters: Mapping[str, Any]) -> None:
-        """Restores saved counters."""
+        """Restores saved counters, and forgets the moments."""
+        super().load(counters)
         self.clear()
-        self.skipped_batches = int(counters.get("skipped_batches", 0))
 
     def fold(
         self,
@@ -216,15 +216,10 @@ class PendingUpdate:
     def add(
         self, moment: Tensor | None, average: Average, count: float, trace: float, decay: float, slack: float
     ) -> None:
-        """Adds the moments of a step (eqs. 14-15).
+        """Adds the moments of a step (eqs. 14-15); ``decay``, which is xi, and ``slack`` are as for a whole step.
 
-        Args:
-            moment: This rank's packed moment, which is kept and changed in place; None: it has not used the layer.
-            average: The running average, without this update.
-            count: The count of the new moments, over all ranks.
-            trace: Their trace, over all ranks.
-            decay: xi, the weight of the past.
-            slack: See :meth:`Averaging.fold`.
+        ``moment`` is this rank's, packed, which is kept and changed in place; None: it has not used the layer. Its
+        ``count`` and ``trace`` are those of all ranks. ``average`` is the running average without this update.
         """
         decay *= past_worth(slack, count, trace, *self.added_to(average))
         self.past, self.count, self.trace = decay * self.past, decay * self.count + count, decay * self.trace + trace

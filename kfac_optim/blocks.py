@@ -38,11 +38,12 @@ SIDES: tuple[Side, Side] = ("A", "G")
 Source = Literal["current", "in_use", "pending"]
 SOURCES: tuple[Source, Source, Source] = ("current", "in_use", "pending")
 _CONSTRAINED = 2  # a layer counts as constrained after this many comparisons in a row that found its weights changed
+_START = 0.01  # of a layer's reach
 # The learned numbers of a layer, which are saved beside its running averages.
 LEARNED: Mapping[str, Counter] = {
-    "reach": Counter("reach", 0.01),
-    "trains": Counter("trains", False, 1),
-    "changes": Counter("changes", 0, _CONSTRAINED),
+    "reach": Counter(_START),
+    "trains": Counter(False, 1),
+    "changes": Counter(0, _CONSTRAINED),
 }
 # After this many statistics steps in a row with gradients the user is told of a layer that was not seen; if no layer
 # was seen, an error ends training.
@@ -253,11 +254,10 @@ class Block:
     @property
     def reach(self) -> float:
         """The learned share of the stretch along flat directions that its steps get (:mod:`~.reach`)."""
-        start = LEARNED["reach"].start
         if not self.state:
-            return start
+            return _START
         reach = float(self.state["current"]["reach"])
-        return min(reach, start) if self.is_constrained else reach
+        return min(reach, _START) if self.is_constrained else reach
 
     def set_reach(self, value: float) -> None:
         """Sets the reach to a newly learned value."""

@@ -54,15 +54,20 @@ _ASSIGNMENTS = {"layer-wise": LayerWise(), "factor-wise": FactorWise(), "kaisa":
 # Options -------------------------------------------------------------------------------------------------------------
 
 
-def _check_solver(value: Any) -> Any:
+def _check_solver(name: str, value: Any) -> Any:
     shifts = ["shifts"] if damps_factors(value) else []
-    return checks.instance("solver", _SOLVERS, *shifts, "shapes", "decompose", "precondition")(value)
+    return checks.instance(_SOLVERS, *shifts, "shapes", "decompose", "precondition")(name, value)
 
 
 def _option(default: Any, check: checks.Check, doc: str, *, fixed: bool = False, accepts: str = "") -> Any:
     """Declares an option. ``accepts`` is the type that users may pass, if the check converts it to the field's."""
     metadata = {"check": check, "doc": " ".join(doc.split()), "fixed": fixed, "accepts": accepts}
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def _fixed_option(default: Any, check: checks.Check, doc: str, *, accepts: str = "") -> Any:
+    """Declares an option that is fixed at construction."""
+    return _option(default, check, doc, fixed=True, accepts=accepts)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -83,32 +88,32 @@ class Config:
     )
     factor_decay: Schedule[float] = _option(
         0.95,
-        checks.number("factor_decay", "in [0, 1)", lambda x: 0 <= x < 1),
+        checks.number("in [0, 1)", lambda x: 0 <= x < 1),
         """xi of eqs. 14-15, the weight of the past in the running averages, in [0, 1); a number or a function of the
         step, such as :class:`~kfac_optim.forgetting`.""",
     )
     factor_update_steps: Schedule[int] | None = _option(
         None,
-        checks.count("factor_update_steps", or_callable=True),
+        checks.count(or_callable=True),
         """Steps between statistics updates, >= 1; an int or a function of the step. None: 10, but at most the
         refresh interval, or half of it if ``inv_update_steps`` is :class:`~kfac_optim.growing`.""",
     )
     factor_batch_fraction: Schedule[float] = _option(
         1.0,
-        checks.number("factor_batch_fraction", "in (0, 1]", lambda x: 0 < x <= 1),
+        checks.number("in (0, 1]", lambda x: 0 < x <= 1),
         """The share of a batch's examples that statistics are collected from, in (0, 1]; a number or a function of the
         step. The examples are evenly spread over the batch. 1 uses all of them, as in eqs. 14-15. A smaller share costs
         less; the estimate stays unbiased but is noisier. Norm layers always use all examples.""",
     )
     inv_update_steps: Schedule[int] = _option(
         100,
-        checks.count("inv_update_steps", or_callable=True, or_none=False),
+        checks.count(or_callable=True, or_none=False),
         """Steps between refreshes of the decompositions ("kfac-update-freq" of the paper), >= 1; an int or a function
         of the step, such as :class:`~kfac_optim.growing`.""",
     )
     scaling: Scaling | None = _option(
         "kl_clip",
-        checks.instance("scaling", _SCALINGS, "multipliers"),
+        checks.instance(_SCALINGS, "multipliers"),
         """What decides the length of a step: "kl_clip" (eq. 16 with kappa = 1e-3; ``KLClip(kappa)`` for another),
         "unit", "orthogonal", "graft", None (directions stay as they are), or an object with
         ``multipliers(directions, step)``.""",
@@ -116,92 +121,83 @@ class Config:
     )
     spread: Schedule[int] | None = _option(
         None,
-        checks.count("spread", or_callable=True, least=0),
+        checks.count(or_callable=True, least=0),
         """Number of steps over which the work of a refresh is spread, >= 0; an int or a function of the step. 0: all in
         one step. None: over a tenth of the refresh interval, but in one step if that interval is less than 10. The
         first refresh is always done in one step.""",
     )
     grad_scaler: torch.amp.GradScaler | None = _option(
         None,
-        checks.optional("grad_scaler", torch.amp.GradScaler, "a torch.amp.GradScaler"),
+        checks.optional(torch.amp.GradScaler, "a torch.amp.GradScaler"),
         """The ``torch.amp.GradScaler`` of fp16 autocast training; may be set later.""",
     )
-    solver: Solver = _option(
+    solver: Solver = _fixed_option(
         "eigen",
         _check_solver,
         """What decomposes the factors and applies them: "eigen" (eqs. 11-13), "inverse" (eqs. 8-10), or an object with
         the methods of :class:`~kfac_optim.Solver`.""",
-        fixed=True,
         accepts="Solver | str",
     )
-    fisher: Fisher | str = _option(
+    fisher: Fisher | str = _fixed_option(
         "empirical",
-        checks.instance("fisher", _FISHERS, kind=Fisher),
+        checks.instance(_FISHERS, kind=Fisher),
         """The gradients that G is made of. "empirical": those of the training loss itself. "categorical", "bernoulli",
         "gaussian" or a :class:`~kfac_optim.Fisher`: those of a loss whose targets are sampled from the model's own
         output distribution, which costs one more backward pass on statistics steps.""",
-        fixed=True,
     )
-    loss_average: LossAverage | None = _option(
+    loss_average: LossAverage | None = _fixed_option(
         "batch",
         checks.loss_average,
         """What the loss is a mean over: "batch", "batch+sequence" (token-mean language models), "elements" (MSELoss),
         None (a sum). Where none of these is right (ignored targets, masked tokens), give the number of averaged loss
         terms itself: an int >= 1 or callable(inputs, output) -> int, where ``inputs`` is the tuple of the model's
         positional arguments, or the dict of its keyword arguments if there are no positional ones.""",
-        fixed=True,
     )
-    batch_dim: int = _option(
+    batch_dim: int = _fixed_option(
         0,
-        checks.one_of("batch_dim", (0, 1)),
+        checks.one_of(0, 1),
         """Dimension of the examples in the model's output and in the layers' inputs: 0, or 1 for sequence-first
         models.""",
-        fixed=True,
     )
-    weight_sharing: Sharing | Callable[[str, nn.Module], Sharing] = _option(
+    weight_sharing: Sharing | Callable[[str, nn.Module], Sharing] = _fixed_option(
         "expand",
-        checks.one_of("weight_sharing", ("expand", "reduce"), or_callable=True),
+        checks.one_of("expand", "reduce", or_callable=True),
         """How shared positions (pixels, tokens) enter the factors: "expand" or "reduce" (Eschenhagen et al. 2023), or
         callable(name, module) that returns one of them.""",
-        fixed=True,
     )
-    skip_layers: tuple[str, ...] = _option(
+    skip_layers: tuple[str, ...] = _fixed_option(
         (),
         checks.patterns,
         """Regular expressions; layers whose name contains a match are left to the base class's own rule.""",
-        fixed=True,
         accepts="Sequence[str]",
     )
-    max_factor_dim: int | str | None = _option(
+    max_factor_dim: int | str | None = _fixed_option(
         "auto",
-        checks.count("max_factor_dim", or_word="auto"),
+        checks.count(or_word="auto"),
         """The most rows that a factor may have and be kept whole. A larger factor is kept as equal blocks along its
         diagonal, of at most this many rows. An int >= 1 (1 keeps the diagonals), "auto" (8192, or 2100 on a CPU) or
         None (always whole). Unless it is None, a factor of more than 1024 rows that is at least 10 times as large as
         the other factor of its layer is cut further: G (a vocabulary) to its diagonal, A to blocks as large as the
         other factor, but of at least 256 rows.""",
-        fixed=True,
     )
-    assignment: AssignmentStrategy = _option(
+    assignment: AssignmentStrategy = _fixed_option(
         "factor-wise",
-        checks.instance("assignment", _ASSIGNMENTS, "assign"),
+        checks.instance(_ASSIGNMENTS, "assign"),
         """Which ranks decompose which factors and precondition which layers: "layer-wise", "factor-wise", "kaisa", or
         an object with ``assign(costs, world_size)``.""",
-        fixed=True,
         accepts="AssignmentStrategy | str",
     )
-    communicator: Communicator | None = _option(
+    communicator: Communicator | None = _fixed_option(
         None,
-        checks.optional("communicator", Communicator, "a kfac_optim.Communicator"),
+        checks.optional(Communicator, "a kfac_optim.Communicator"),
         """The processes that train together: ``TorchCommunicator(process_group)``, ``HorovodCommunicator()`` or one of
         your own. None: torch.distributed's default group if it is initialised, else one process.""",
-        fixed=True,
     )
-    factor_dtype: torch.dtype = _option(
-        torch.float32, checks.one_of("factor_dtype", _DTYPES), """The dtype of stored factors.""", fixed=True
+    factor_dtype: torch.dtype = _fixed_option(
+        torch.float32, checks.one_of(*_DTYPES), """The dtype of stored factors."""
     )
-    inv_dtype: torch.dtype = _option(
-        torch.float32, checks.one_of("inv_dtype", _DTYPES), """The dtype of stored decompositions.""", fixed=True
+    inv_dtype: torch.dtype = _fixed_option(
+        torch.float32, checks.one_of(*_DTYPES), """The dtype of stored decompositions."""
     )
 
     # True once the engine is constructed. From then on fixed options refuse to change, and an unknown public name is
@@ -222,7 +218,7 @@ class Config:
                 f"{name} is fixed at construction: build a new optimizer. During training you can set {changeable}"
             )
         before = self.__dict__.get(name)
-        super().__setattr__(name, field.metadata["check"](value))
+        super().__setattr__(name, field.metadata["check"](name, value))
         if constructed:
             try:
                 self._option_changed()
@@ -245,7 +241,7 @@ class Config:
         if callable(value):
             raise TypeError(f"{name}: the function of the step has returned another function at step {step}")
         try:
-            return _FIELDS[name].metadata["check"](value)
+            return _FIELDS[name].metadata["check"](name, value)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{error} (the function of the step has returned it at step {step})") from None
 
@@ -361,7 +357,7 @@ def loaded_options(config: Config, saved: Mapping[str, Any]) -> dict[str, Any]:
         now, check = getattr(config, name), _FIELDS[name].metadata["check"]
         if callable(getattr(now, number, now)) or (kind is KLClip and not isinstance(now, KLClip)):
             continue
-        checked = value if kind is KLClip else check(value)
+        checked = value if kind is KLClip else check(name, value)
         found[name] = checked if kind is None else kind(checked)
     return found
 

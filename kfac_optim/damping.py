@@ -37,15 +37,12 @@ class Spectra(Protocol):
 
     def means(self) -> tuple[Tensor, Tensor]:
         """The mean eigenvalues of A and of G, ``[p]`` each."""
-        ...
 
     def largest(self) -> tuple[Tensor, Tensor]:
         """The largest eigenvalues of A and of G, ``[p]`` each."""
-        ...
 
     def ones(self) -> Tensor:
         """1 for each pair, ``[p]``, of the same dtype and on the same device; costs nothing."""
-        ...
 
 
 class Damping(Protocol):
@@ -54,11 +51,9 @@ class Damping(Protocol):
     @property
     def value(self) -> Schedule[float]:
         """The multiple of the unit, a number > 0 or a function of the step."""
-        ...
 
     def unit(self, spectra: Spectra) -> Tensor:
         """The unit in which ``value`` measures gamma, for each Kronecker pair, ``[p]``, > 0."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -102,8 +97,8 @@ class OfMean(_Relative):
 class OfLargest(_Relative):
     """gamma is a multiple of the largest eigenvalue of the layer's ``A (x) G``: ``damping=OfLargest(0.03)``.
 
-    The largest eigenvalue of a factor with more than 64 rows comes from 32 Lanczos steps, which cost 32 products with a
-    vector at each refresh; their error is too small to matter for damping.
+    The eigen solver finds these eigenvalues anyway. With others, that of a factor with more than 64 rows comes from
+    32 Lanczos steps, which cost 32 products with a vector at each refresh; their error is too small to matter.
 
     Args:
         value: The multiple, > 0: a number, or a function of the step.
@@ -124,16 +119,16 @@ def as_damping(given: Schedule[float] | Damping) -> Damping:
     return cast(Damping, given) if hasattr(given, "unit") else _Absolute(given)
 
 
-def check_damping(given: object) -> object:
-    """Returns a value that is valid for the option ``damping``; raises TypeError or ValueError for any other."""
+def check_damping(name: str, given: object) -> object:
+    """The check of the option ``damping`` (:mod:`kfac_optim.common.checks`)."""
     is_class = isinstance(given, type)
     if not is_class and hasattr(given, "unit") and hasattr(given, "value"):
         return given
     if is_class or not (is_number(given) or callable(given)):
         allowed = "a number > 0, a callable(step), OfMean(...) or OfLargest(...)"
-        raise TypeError(f"damping={given!r}: must be {allowed}, not {type(given).__name__}")
+        raise TypeError(f"{name}={given!r}: must be {allowed}, not {type(given).__name__}")
     if is_number(given) and not is_positive(given):
-        raise ValueError(f"damping={given!r}: must be > 0 and finite, or a callable(step)")
+        raise ValueError(f"{name}={given!r}: must be > 0 and finite, or a callable(step)")
     return given
 
 

@@ -148,11 +148,6 @@ class FactorSpec:
         """The multiply-adds of a decomposition, up to a constant."""
         return float(self.matrices * (self.size if self.diagonal else self.size**3))
 
-    @property
-    def calls_library(self) -> bool:
-        """Whether a library decomposes it, because it is neither diagonal nor small enough for a closed form."""
-        return not self.diagonal and self.size > 2
-
     def for_blocks(self, of_pairs: Tensor) -> Tensor:
         """Repeats a value per pair, ``[p]``, for each of the pair's blocks, ``[p b]``."""
         return of_pairs if self.blocks == 1 else of_pairs[:, None].expand(-1, self.blocks).flatten()

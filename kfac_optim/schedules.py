@@ -77,7 +77,15 @@ class growing:
 
 
 @dataclass(frozen=True)
-class exponential_decay:
+class _Decay:
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            allowed, test = ("> 0", lambda x: x > 0) if each.name == "steps" else ("finite", math.isfinite)
+            require_number(each.name, getattr(self, each.name), allowed, test, owner=type(self).__name__)
+
+
+@dataclass(frozen=True)
+class exponential_decay(_Decay):
     """A value that decays exponentially: ``initial * rate ** (step / steps)``, but never below ``final``.
 
     For instance damping: "larger damping values early account for rapid changes in the FIM at the start of training"
@@ -99,15 +107,12 @@ class exponential_decay:
     steps: int
     final: float = 0.0
 
-    def __post_init__(self) -> None:
-        _check_decay(self)
-
     def __call__(self, step: int) -> float:
         return max(self.final, self.initial * self.rate ** (step / self.steps))
 
 
 @dataclass(frozen=True)
-class inverse_time_decay:
+class inverse_time_decay(_Decay):
     """A value that falls with the inverse of the step: ``initial * steps / (steps + step)``, but never below ``final``.
 
     Args:
@@ -123,9 +128,6 @@ class inverse_time_decay:
     initial: float
     steps: int
     final: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check_decay(self)
 
     def __call__(self, step: int) -> float:
         return max(self.final, self.initial * self.steps / (self.steps + step))
@@ -167,13 +169,6 @@ class forgetting:
 
     def __call__(self, step: int) -> float:
         return value_at(self.decay, step)
-
-
-def _check_decay(schedule: exponential_decay | inverse_time_decay) -> None:
-    owner = type(schedule).__name__
-    require_number("steps", schedule.steps, "> 0", lambda x: x > 0, owner=owner)
-    for name in (each.name for each in fields(schedule) if each.name != "steps"):
-        require_number(name, getattr(schedule, name), "finite", math.isfinite, owner=owner)
 
 
 @dataclass(frozen=True)

@@ -49,12 +49,7 @@ class Sightings:
         self._lost = not self.blind  # else there was nothing to lose, and the exception may be that of require()
 
     def count_step(self, statistics: TakenStatistics, resolved: StepMoments, *, trains: bool) -> bool:
-        """Counts a step with statistics.
-
-        Args:
-            statistics: What was captured in it.
-            resolved: The same, after its flags were read.
-            trains: Whether the step changes weights.
+        """Counts a step with statistics; ``trains``: whether it changes weights.
 
         Returns:
             Whether this rank has trained for too many such steps in a row without seeing the model.

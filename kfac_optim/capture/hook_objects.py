@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..common.cuda_graphs import refuse_cuda_graphs
+from ..common.machines import refuse_cuda_graphs
 from .calls import CONCURRENT
 from .copies import leave_hooks_behind
 

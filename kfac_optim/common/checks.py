@@ -1,15 +1,15 @@
 """Checks of the values of options and arguments.
 
-A check takes the value that was given and returns the value to use, or raises TypeError or ValueError that names the
-argument, the value and what is allowed. ``loss_average`` and ``patterns`` are checks; ``number``, ``count``,
-``instance``, ``one_of`` and ``optional`` make one for an option.
+A check takes the name of an option and the value that was given. It returns the value to use, or raises TypeError or
+ValueError that names the option, the value and what is allowed. ``loss_average`` and ``patterns`` are checks;
+``number``, ``count``, ``instance``, ``one_of`` and ``optional`` make one.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
     "require_number",
 ]
 
-Check = Callable[[Any], Any]
+Check = Callable[[str, Any], Any]
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
@@ -67,10 +67,10 @@ def _is_function(value: Any) -> bool:
     return callable(value) and not isinstance(value, type)
 
 
-def number(name: str, allowed: str, test: Callable[[Any], bool]) -> Check:
+def number(allowed: str, test: Callable[[Any], bool]) -> Check:
     """A check for a number, or a function of the step."""
 
-    def check(value: Any) -> Any:
+    def check(name: str, value: Any) -> Any:
         if not _is_function(value):
             require_number(name, value, f"{allowed}, or a callable(step)", test)
         return value
@@ -78,14 +78,12 @@ def number(name: str, allowed: str, test: Callable[[Any], bool]) -> Check:
     return check
 
 
-def count(
-    name: str, *, or_callable: bool = False, or_none: bool = True, or_word: str | None = None, least: int = 1
-) -> Check:
+def count(*, or_callable: bool = False, or_none: bool = True, or_word: str | None = None, least: int = 1) -> Check:
     """A check for an int >= ``least`` or, where allowed, a function of the step, None, or one word."""
     more = ["a callable(step)"] * or_callable + [repr(or_word)] * (or_word is not None) + ["None"] * or_none
     allowed = " or ".join([f"an int >= {least}", *more])
 
-    def check(value: Any) -> Any:
+    def check(name: str, value: Any) -> Any:
         if (value is None and or_none) or (or_callable and _is_function(value)) or (or_word and value == or_word):
             return value
         if not is_int(value):
@@ -97,13 +95,13 @@ def count(
     return check
 
 
-def instance(name: str, names: Mapping[Any, Any], *methods: str, kind: type = object) -> Check:
+def instance(names: Mapping[Any, Any], *methods: str, kind: type = object) -> Check:
     """A check for the short name of an instance, or for an object of a class or with the methods of a protocol."""
     listed = " and ".join(f"{method}()" for method in methods)
     other = f"an object that has {listed}" if methods else f"an instance of kfac_optim.{kind.__name__}"
     allowed = f"one of {', '.join(map(repr, names))}, or {other}"
 
-    def check(value: Any) -> Any:
+    def check(name: str, value: Any) -> Any:
         if value is None or isinstance(value, str):
             if value in names:
                 return names[value]
@@ -116,49 +114,44 @@ def instance(name: str, names: Mapping[Any, Any], *methods: str, kind: type = ob
     return check
 
 
-def one_of(name: str, choices: Sequence[Any], *, or_callable: bool = False) -> Check:
-    """A check for one of some values or, where allowed, a function."""
-
-    def check(value: Any) -> Any:
-        if (or_callable and _is_function(value)) or any(value == x and type(value) is type(x) for x in choices):
-            return value
-        listed = ", ".join(map(repr, choices)) + " or a callable" * or_callable
-        raise ValueError(f"{name}={value!r}: must be one of {listed}")
+def _accepting(allowed: str, accepts: Callable[[Any], bool], error: type[Exception] = ValueError) -> Check:
+    def check(name: str, value: Any) -> Any:
+        if not accepts(value):
+            raise error(f"{name}={value!r}: must be {allowed}")
+        return value
 
     return check
 
 
-def loss_average(value: Any) -> Any:
-    """The check of the option ``loss_average``."""
-    if is_int(value) and value >= 1:
-        return value
-    if value in ("batch", "batch+sequence", "elements", None) or callable(value):
-        return value
-    raise ValueError(
-        f"loss_average={value!r}: must be one of 'batch', 'batch+sequence', 'elements', None, the number of loss terms "
-        "(an int >= 1), or a callable(inputs, output) that returns it"
-    )
+def one_of(*choices: Any, or_callable: bool = False) -> Check:
+    """A check for one of some values or, where allowed, a function."""
+
+    def accepts(value: Any) -> bool:
+        return (or_callable and _is_function(value)) or any(value == x and type(value) is type(x) for x in choices)
+
+    return _accepting(f"one of {', '.join(map(repr, choices))}{' or a callable' * or_callable}", accepts)
 
 
-def patterns(value: Any) -> tuple[str, ...]:
-    """The check of the option ``skip_layers``."""
+def optional(kind: type, called: str) -> Check:
+    """A check for an instance of a class or None; ``called`` is how the message names such an instance."""
+    return _accepting(f"{called} or None", lambda value: isinstance(value, kind | None), TypeError)
+
+
+loss_average = _accepting(
+    "one of 'batch', 'batch+sequence', 'elements', None, the number of loss terms (an int >= 1), or a "
+    "callable(inputs, output) that returns it",
+    lambda x: is_int(x) and x >= 1 or callable(x) or x in ("batch", "batch+sequence", "elements", None),
+)
+
+
+def patterns(name: str, value: Any) -> tuple[str, ...]:
+    """The check for regular expressions."""
     listed = isinstance(value, (list, tuple, set, frozenset)) and all(isinstance(item, str) for item in value)
     if not listed:
-        raise TypeError(f"skip_layers={value!r}: must be a sequence of regular expressions (str)")
+        raise TypeError(f"{name}={value!r}: must be a sequence of regular expressions (str)")
     for pattern in value:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"skip_layers={value!r}: {pattern!r} is not a regular expression: {error}") from None
+            raise ValueError(f"{name}={value!r}: {pattern!r} is not a regular expression: {error}") from None
     return tuple(value)
-
-
-def optional(name: str, kind: type, called: str) -> Check:
-    """A check for an instance of a class or None; ``called`` is how the message names such an instance."""
-
-    def check(value: Any) -> Any:
-        if value is not None and not isinstance(value, kind):
-            raise TypeError(f"{name}={value!r}: must be {called} or None")
-        return value
-
-    return check

@@ -1,4 +1,4 @@
-"""Numbers that are learned and saved with the state: the name, the start value and the largest value of each."""
+"""Numbers that are saved with the state: the start value, the largest value and the name of each."""
 
 from __future__ import annotations
 
@@ -6,58 +6,74 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
-__all__ = ["Counted", "Counter", "moved"]
+__all__ = ["Counted", "Counter", "counter", "moved", "saved_values"]
 
 
 class Counter(NamedTuple):
-    """A learned number, which is an attribute of some object.
+    """A number that is saved.
 
     Attributes:
-        attribute: The name of that attribute.
-        start: The value before anything is learned; all values are of its type.
+        start: The value at first; all values are of its type. None, for never, is saved as -1; other values are ints.
         largest: The largest value.
+        name: The name under which it is saved; empty: that of the attribute.
+        attribute: The attribute of its owner; empty if the owner saves and restores it by itself.
     """
 
-    attribute: str
-    start: float
+    start: float | None
     largest: float = math.inf
+    name: str = ""
+    attribute: str = ""
 
-    def allows(self, value: Any, least: float = 0) -> bool:
+    def allows(self, value: Any) -> bool:
         """Whether a saved value is a possible value of this number."""
+        least = -1 if self.start is None else 0
         in_range = isinstance(value, int | float) and math.isfinite(value) and least <= value <= self.largest
         return in_range and (isinstance(self.start, float) or value == int(value))
 
     def restored(self, value: Any) -> Any:
-        """A saved value, converted back to the type of the number."""
-        return type(self.start)(value)
+        """A saved value, converted back to the type of the number; the start value for None, where none was saved."""
+        if self.start is None:
+            return None if value is None or value < 0 else int(value)
+        return self.start if value is None else type(self.start)(value)
+
+
+def counter(start: float | None, largest: float = math.inf, name: str = "") -> Any:
+    """Declares a saved attribute of a :class:`Counted`; see :class:`Counter`."""
+    return Counter(start, largest, name)
+
+
+def saved_values(owner: object, counters: Mapping[str, Counter]) -> dict[str, float]:
+    """The values of an owner's attributes, in the form in which they are saved."""
+    values = {name: getattr(owner, each.attribute) for name, each in counters.items() if each.attribute}
+    return {name: -1 if x is None else int(x) if isinstance(x, bool) else x for name, x in values.items()}
 
 
 class Counted:
-    """An object whose state is in its counters.
+    """An object whose state is in its counters: ``seen: int = counter(0, largest=10, name="lengths")``.
 
     Attributes:
-        COUNTERS: Its counters, by the names under which they are saved.
+        COUNTERS: Its counters, by the names under which they are saved; keywords of a class are counters that it saves
+            and restores by itself.
     """
 
-    COUNTERS: ClassVar[Mapping[str, Counter]]
+    COUNTERS: ClassVar[Mapping[str, Counter]] = {}
+
+    def __init_subclass__(cls, **others: Counter) -> None:
+        own = {name: each._replace(attribute=name) for name, each in vars(cls).items() if isinstance(each, Counter)}
+        cls.COUNTERS = {**cls.COUNTERS, **{each.name or name: each for name, each in own.items()}, **others}
 
     def __init__(self) -> None:
-        self.load({})
+        Counted.load(self, {})
 
     def counters(self) -> dict[str, float]:
         """Its part of the saved counters."""
-        found = {name: getattr(self, each.attribute) for name, each in self.COUNTERS.items()}
-        return {name: int(value) if isinstance(value, bool) else value for name, value in found.items()}
+        return saved_values(self, self.COUNTERS)
 
     def load(self, counters: Mapping[str, Any]) -> None:
         """Restores saved counters; those that are missing start anew."""
-        self.take_over({name: counters.get(name, each.start) for name, each in self.COUNTERS.items()})
-
-    def take_over(self, counters: Mapping[str, Any]) -> None:
-        """Restores some counters; the others stay as they are."""
-        for name in self.COUNTERS.keys() & counters.keys():
-            each = self.COUNTERS[name]
-            setattr(self, each.attribute, each.restored(counters[name]))
+        for name, each in self.COUNTERS.items():
+            if each.attribute:
+                setattr(self, each.attribute, each.restored(counters.get(name)))
 
 
 def moved(notches: int, alignment: float, most: int, *, fall: int = 1, rise: int = 1) -> int:

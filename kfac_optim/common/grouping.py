@@ -35,14 +35,9 @@ def grouped_by_key(
 
 
 def longest_first(costs: Sequence[float], workers: Iterable[int]) -> list[int]:
-    """Distributes jobs greedily (longest processing time): the costliest first, each to the least loaded worker.
+    """The worker (rank, or step) of each job: the costliest first, each to the least loaded (longest processing time).
 
-    Args:
-        costs: Cost of each job.
-        workers: The workers: ranks, or steps.
-
-    Returns:
-        The worker of each job. Ties go to the earlier job and the lower worker, so the result is deterministic.
+    Ties go to the earlier job and the lower worker, so the result is deterministic.
     """
     found = [0] * len(costs)
     heap = [(0.0, worker) for worker in workers]

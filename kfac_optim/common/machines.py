@@ -1,4 +1,7 @@
-"""The kinds of machine. Constants in which they differ are dictionaries by kind, each beside the code that uses it."""
+"""The kinds of machine, and what one of them cannot do.
+
+Constants in which the kinds differ are dictionaries by kind, each beside the code that uses it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from typing import Literal
 
 import torch
 
-__all__ = ["is_asynchronous", "machine_of"]
+__all__ = ["is_asynchronous", "machine_of", "refuse_cuda_graphs"]
 
 
 def machine_of(device: torch.device) -> Literal["cpu", "accelerator", "meta"]:
@@ -20,3 +23,14 @@ def is_asynchronous(device: torch.device) -> bool:
     Launches, rather than arithmetic, then bound the time of a step on a small batch, and reading a number waits.
     """
     return machine_of(device) != "cpu"
+
+
+def refuse_cuda_graphs() -> None:
+    """Raises RuntimeError while a CUDA graph is recorded: it repeats kernels, but not the Python code of a step."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a CUDA graph is being recorded, but forward, backward and step() of a model with K-FAC can't be replayed: "
+            "statistics are taken and factors decomposed in some steps only, by Python code. Let "
+            "torch.compile(model, mode='reduce-overhead') record what can be, and call step() outside of it; or call "
+            "optimizer.curvature.close() first, which leaves the base optimizer"
+        )

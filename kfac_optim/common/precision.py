@@ -99,10 +99,7 @@ class full_precision:
     """Switches autocast, gradients and fast products off in a ``with`` block: second moments need all of float32.
 
     It is entered some hundred times in a step, so that it leaves alone what is off already; a generator would take
-    several times as long.
-
-    Args:
-        device_type: Where the block computes, such as "cuda".
+    several times as long. ``device_type``: where the block computes, such as "cuda".
     """
 
     def __init__(self, device_type: str) -> None:
@@ -126,10 +123,6 @@ class full_precision:
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Switches autocast off in a ``with`` block; products in float32 are as precise as the user has chosen.
-
-    Args:
-        device_type: Where the block computes, such as "cuda".
-    """
+    """Switches autocast off in a ``with`` block; products in float32 are as precise as the user has chosen."""
     mixed = torch.is_autocast_enabled(device_type)  # switching off what is off already would take time
     return torch.autocast(device_type, enabled=False) if mixed else nullcontext()

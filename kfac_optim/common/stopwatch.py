@@ -15,15 +15,10 @@ class Stopwatch:
     """Wall time per stage of the engine, and a ``torch.profiler`` range of the same name.
 
     On an accelerator the times are those of the host, which waits for the device once per step; use the profiler there.
-
-    Attributes:
-        seconds: Total time by stage.
-        calls: Number of timed blocks by stage.
     """
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.calls: dict[str, int] = {}
+        self._known: dict[str, tuple[float, int]] = {}  # by stage, the seconds and the number of timed blocks
 
     def stage(self, name: str) -> AbstractContextManager[None]:
         """Times a ``with`` block as a part of the named stage."""
@@ -35,14 +30,14 @@ class Stopwatch:
 
     def add(self, name: str, seconds: float) -> None:
         """Adds a timed block to a stage."""
-        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-        self.calls[name] = self.calls.get(name, 0) + 1
+        before, calls = self._known.get(name, (0.0, 0))
+        self._known[name] = before + seconds, calls + 1
 
     def table(self) -> dict[str, dict[str, float]]:
         """Per stage: total milliseconds, calls, milliseconds per call."""
         return {
-            name: {"ms": 1e3 * seconds, "calls": self.calls[name], "ms_per_call": 1e3 * seconds / self.calls[name]}
-            for name, seconds in self.seconds.items()
+            name: {"ms": 1e3 * seconds, "calls": calls, "ms_per_call": 1e3 * seconds / calls}
+            for name, (seconds, calls) in self._known.items()
         }
 
 

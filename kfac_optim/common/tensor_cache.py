@@ -21,9 +21,6 @@ def tensor_cache(maxsize: int) -> Callable[[Callable[..., T]], Callable[..., T]]
 
     Under ``FakeTensorMode``, by which users estimate the memory of a training, tensors have no numbers. Those that are
     made then serve that mode alone.
-
-    Args:
-        maxsize: The number of results to keep.
     """
 
     def decorate(make: Callable[..., T]) -> Callable[..., T]:

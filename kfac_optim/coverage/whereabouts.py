@@ -16,11 +16,7 @@ __all__ = ["Whereabouts", "owners_of", "unwrap"]
 class Whereabouts:
     """Records the places of layers and their parameters, except sharded parameters, which come and go.
 
-    Args:
-        roots: The modules that contain the layers.
-        layers: The layers.
-        computed: Parameters from which weights of other layers are computed (pruning), and which may become weights
-            again.
+    Weights of other layers are computed from the ``computed`` parameters (pruning), which may become weights again.
     """
 
     def __init__(

@@ -1,14 +1,4 @@
-"""How many bytes the curvature takes on a rank, by kind; it follows from shapes alone.
-
-The kinds are::
-
-    factors           the running averages
-    snapshots         the factors that the decompositions in use were made of
-    local sums        with several ranks, the moments that this one has seen since the ranks last pooled their factors;
-                      none for factors that one rank alone keeps, which are pooled at once
-    decompositions    those in use, on the ranks that precondition the layer
-    refresh           for a refresh that is spread over steps: its snapshot, and the decompositions that this rank makes
-"""
+"""How many bytes the curvature takes on a rank, by kind (:func:`kfac_optim.memory_estimate`), from shapes alone."""
 
 from __future__ import annotations
 
@@ -26,19 +16,12 @@ _KINDS = ("factors", "snapshots", "local sums", "decompositions", "refresh")
 
 
 def memory_of(block: Block, rank: int, world_size: int, config: Config) -> dict[str, int]:
-    """The bytes that a layer takes on a rank, by kind.
-
-    Args:
-        block: The layer's block.
-        rank: The rank.
-        world_size: The number of ranks.
-        config: The options: solver, storage, and whether refreshes may be spread over steps.
-    """
+    """The bytes that a layer takes on one of ``world_size`` ranks, by kind."""
     if not block.needs_room:
         return {}
     specs, workers = block.specs, block.workers
     numbers = sum(spec.packed_numel for side, spec in enumerate(specs) if workers.keeps(side, rank))
-    waits = world_size > 1 and not workers.shares_factors
+    waits = world_size > 1 and not workers.shares_factors  # else moments are pooled at once
     stored, exact = config.factor_dtype.itemsize, torch.promote_types(config.factor_dtype, torch.float32).itemsize
     here = specs if rank in workers.gradient_workers else ()
     share = [spec for spec, worker in zip(specs, workers.inverse_workers, strict=True) if worker == rank]

@@ -1,7 +1,7 @@
 """Pictures of what the engine reports.
 
 They are matplotlib figures, made without pyplot, that need no display: save one by ``figure.savefig(path)``, or show it
-in a notebook or by TensorBoard's ``add_figure``. Only the functions that draw import matplotlib.
+in a notebook or by TensorBoard's ``add_figure``. The functions that draw import matplotlib, or raise ImportError.
 """
 
 from __future__ import annotations
@@ -77,7 +77,6 @@ def plot_spectrum(report: Mapping[str, Any]) -> Figure:
 
     Raises:
         ValueError: If it has no eigenvalues.
-        ImportError: Without matplotlib.
     """
     layers = _known(report["layers"])
     if not all("eigenvalues" in layer[side] for layer in layers.values() for side in "AG") or not layers:
@@ -89,10 +88,7 @@ def plot_spectrum(report: Mapping[str, Any]) -> Figure:
         spectra = {name: _in_damping(layer, side) for name, layer in layers.items()}
         axes.set_title(f"eigenvalues of {side}")
         axes.set_xlabel("position in the spectrum: 0 largest, 1 smallest")
-        if few:
-            _spectrum_lines(axes, spectra)
-        else:
-            image = _spectrum_image(axes, spectra)
+        image = _spectrum_lines(axes, spectra) if few else _spectrum_image(axes, spectra)
     if few:
         panels[0].set_ylabel("eigenvalue / its share of the damping")
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", fontsize="small")
@@ -105,7 +101,7 @@ def plot_spectrum(report: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def _spectrum_lines(axes: Axes, spectra: Mapping[str, Sequence[float]]) -> None:
+def _spectrum_lines(axes: Axes, spectra: Mapping[str, Sequence[float]]) -> Any:
     """Draws a few spectra (by layer name, largest eigenvalue first) as lines."""
     for colour, (name, values) in zip(_COLOURS, spectra.items(), strict=False):
         places = [(i + 0.5) / len(values) for i in range(len(values))]
@@ -150,19 +146,15 @@ def plot_history(history: Sequence[Mapping[str, Any]]) -> Figure:
 
     Raises:
         ValueError: If it is empty.
-        ImportError: Without matplotlib.
     """
     if not history:
         raise ValueError("an empty history: append engine.report() to it during training")
     history = [{**entry, "layers": _known(entry.get("layers", {}))} for entry in history]
     figure = _figure(12, 7)
     (left, right), (damped, stale) = figure.subplots(2, 2, sharex=True)
-    _conditions(left, history, lambda layer: layer["A"]["condition"])
-    left.set_title("condition number of A")
-    _conditions(right, history, lambda layer: layer["G"]["condition"])
-    right.set_title("condition number of G")
-    _conditions(damped, history, lambda layer: layer["condition"])
-    damped.set_title("condition number of A \u2297 G + damping")
+    _conditions(left, "A", history, lambda layer: layer["A"]["condition"])
+    _conditions(right, "G", history, lambda layer: layer["G"]["condition"])
+    _conditions(damped, "A \u2297 G + damping", history, lambda layer: layer["condition"])
     points = [(entry["step"], entry["staleness"]) for entry in history if entry["staleness"] is not None]
     stale.plot(*zip(*points, strict=True) if points else ([], []), color=_BLUE, marker=".", markersize=3)
     stale.set_title("staleness: age of the factors in use")
@@ -175,15 +167,13 @@ def plot_history(history: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
-def _conditions(axes: Axes, history: Sequence[Mapping[str, Any]], condition_of: Callable[[Any], float | None]) -> None:
-    """Draws one condition number of every layer over the steps.
-
-    Args:
-        axes: Where to draw.
-        history: As for :func:`plot_history`, with ``layers`` in all entries.
-        condition_of: Takes the condition number from a layer's part of a report.
-    """
+def _conditions(
+    axes: Axes, matrix: str, history: Sequence[Mapping[str, Any]], condition_of: Callable[[Any], float | None]
+) -> None:
+    """Draws the condition number of a matrix, which is a part of each layer's report, over the steps."""
+    axes.set_title(f"condition number of {matrix}")
     curves: dict[str, dict[int, float]] = {}
+    style: dict[str, Any]
     for entry in history:
         for name, layer in entry["layers"].items():
             value = condition_of(layer)  # infinite numbers become None in JSON
@@ -201,15 +191,15 @@ def _conditions(axes: Axes, history: Sequence[Mapping[str, Any]], condition_of: 
         # Layers whose curve ends earlier are never the worst.
         worst = max(curves, key=lambda name: list(curves[name].items())[-1])
         axes.fill_between(steps, least, most, color=_SKY, alpha=0.35, label=f"all {len(curves)}")
-        style: dict[str, Any] = {"color": _RED, "linestyle": "--", "marker": ".", "markersize": 4}
-        axes.plot(list(curves[worst]), list(curves[worst].values()), label=f"{worst} (worst)", **style)
+        style = {"color": _RED, "linestyle": "--", "marker": ".", "markersize": 4, "label": f"{worst} (worst)"}
+        axes.plot(list(curves[worst]), list(curves[worst].values()), **style)
         axes.plot(steps, middle, color=_BLUE, linewidth=2, marker=".", label="median of the layers")
     # Only infinite values were cut to `top`.
     singular = sorted({step for curve in curves.values() for step, value in curve.items() if value == top})
     if singular:
         count = sum(list(curve.values())[-1] == top for curve in curves.values())
-        label = f"singular (at the end: {count})"
-        axes.plot(singular, [top] * len(singular), "^", color="black", markersize=5, zorder=1.5, label=label)
+        style = {"color": "black", "markersize": 5, "zorder": 1.5, "label": f"singular (at the end: {count})"}
+        axes.plot(singular, [top] * len(singular), "^", **style)
     if curves:
         axes.set_yscale("log")
         axes.legend(fontsize="small")
@@ -220,9 +210,6 @@ def plot_profile(profile: Mapping[str, Mapping[str, float]]) -> Figure:
 
     Args:
         profile: ``engine.profile()``.
-
-    Raises:
-        ImportError: Without matplotlib.
     """
     figure = _figure(9, 1.2 + 0.4 * max(1, len(profile)))
     axes = figure.subplots()
@@ -235,10 +222,8 @@ def plot_profile(profile: Mapping[str, Mapping[str, float]]) -> Figure:
     axes.set_yticks(range(len(stages)), [name for name, _ in stages])
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds in total")
-    total = sum(row["ms"] for _, row in stages)
-    axes.set_title(
-        f"Time of the stages of curvature: {total:.4g} ms" + " (orange: communication)" * (_ORANGE in colours)
-    )
+    title = f"Time of the stages of curvature: {sum(row['ms'] for _, row in stages):.4g} ms"
+    axes.set_title(title + " (orange: communication)" * (_ORANGE in colours))
     axes.grid(alpha=0.25, axis="x")
     axes.set_axisbelow(True)
     return figure
@@ -264,7 +249,6 @@ def plot_assignment(workers: Mapping[str, Any]) -> Figure:
 
     Raises:
         ValueError: If no layer is preconditioned.
-        ImportError: Without matplotlib.
     """
     layers, loads = workers["layers"], workers["loads"]
     if not layers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,56 +13,32 @@ from torch import Tensor, nn
 from ..blocks import SIDES, Block
 from ..distributed import Communicator
 
-__all__ = [
-    "damped_condition",
-    "flatten",
-    "human_bytes",
-    "report_of",
-    "spectrum",
-    "table",
-    "workers_of",
-]
+__all__ = ["flatten", "human_bytes", "report_of", "spectrum", "table", "workers_of"]
 
 
 def report_of(block: Block, gamma: Tensor, *, full: bool) -> dict[str, Any]:
     """A layer's part of the engine's ``report()``, in which entries of a factor that another rank keeps are None.
 
-    Args:
-        block: A block that has decompositions.
-        gamma: The damping of its pairs, ``[p]``.
-        full: Whether to list all eigenvalues.
+    The block has decompositions. ``gamma``: the damping of its pairs, ``[p]``; ``full``: whether to list eigenvalues.
     """
     spectra = zip(SIDES, block.eigenvalues(), strict=True)
     report: dict[str, Any] = {side: None if values is None else spectrum(values, full=full) for side, values in spectra}
-    report["damping"], known = float(gamma.mean()), report["A"] and report["G"]
-    report["condition"] = damped_condition(report["A"], report["G"], report["damping"]) if known else None
+    (a, g), damping = (report[side] for side in SIDES), float(gamma.mean())
+    # For a layer with several pairs this is roughly an upper bound: the extremes may belong to different pairs.
+    damped = (a["max"] * g["max"] + damping) / (a["min"] * g["min"] + damping) if a and g else None
+    report["damping"], report["condition"] = damping, damped
     report["cosine"] = None if block.cosine is None else float(block.cosine)
     return report
 
 
 def spectrum(values: Tensor, *, full: bool = False) -> dict[str, Any]:
-    """The numbers that are reported about eigenvalues.
+    """Eigenvalues, largest first, as ``min``, ``mean``, ``max`` and ``condition``, infinite if the smallest is 0.
 
-    Args:
-        values: The eigenvalues, largest first.
-        full: Whether to add all of them, as the list ``eigenvalues``.
-
-    Returns:
-        ``min``, ``mean``, ``max`` and the condition number ``condition``, infinite if the smallest is 0.
+    ``full``: whether to add all of them, as the list ``eigenvalues``.
     """
     low, high = float(values[-1]), float(values[0])
     found = {"min": low, "mean": float(values.mean()), "max": high, "condition": high / low if low else math.inf}
     return {**found, "eigenvalues": values.tolist()} if full else found
-
-
-def damped_condition(a: Mapping[str, float], g: Mapping[str, float], damping: float) -> float:
-    """The condition number of ``A (x) G + damping I``, the matrix that the solver inverts, from two :func:`spectrum`.
-
-    If it is near 1, the damping dominates and the layer keeps its gradient's direction. For a layer with several pairs
-    it is roughly an upper bound: the extremes of A and of G may belong to different pairs, and ``damping`` is the mean
-    over the pairs.
-    """
-    return (a["max"] * g["max"] + damping) / (a["min"] * g["min"] + damping)
 
 
 def workers_of(block: Block) -> dict[str, Any]:
@@ -167,10 +144,6 @@ def human_bytes(count: float) -> str:
 
 def _rank_list(ranks: Sequence[int]) -> str:
     """Ranks as text: ``(0, 1, 2, 5)`` as ``"0-2, 5"``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    # In a run of consecutive ranks, the difference between rank and place is the same.
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0])]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

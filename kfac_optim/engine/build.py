@@ -12,7 +12,8 @@ from torch import nn
 from ..averages import Averaging
 from ..blocks import Block
 from ..capture import Capture, Fisher, LossTerms, Signs
-from ..common.cuda_graphs import refuse_cuda_graphs
+from ..common.counters import Counter, saved_values
+from ..common.machines import refuse_cuda_graphs
 from ..common.stopwatch import Stopwatch
 from ..config import Config, compared, compared_options, options, refuse_unknown
 from ..coverage import TrainedModel
@@ -20,14 +21,20 @@ from ..distributed import Communicator, communicator_of, is_sharded
 from ..layers import KroneckerLayer
 from ..placement import Ranks
 from ..preconditioning import Preconditioner
-from ..refresh import Refresher
+from ..refresh import Pace, Refresher
 from ..scaling import traits_of
 from ..schedules import due, growing
 from ..sightings import Sightings
 from ..steering import Steering
 
-__all__ = ["BuiltEngine"]
+__all__ = ["COUNTERS", "OWN_COUNTERS", "BuiltEngine"]
 
+OWN_COUNTERS = {
+    "step": Counter(0, attribute="step_count"),
+    "last_statistics": Counter(None, attribute="last_statistics"),
+    "skipped_steps": Counter(0, attribute="skipped_steps"),
+}
+COUNTERS = {**OWN_COUNTERS, **Averaging.COUNTERS, **Refresher.COUNTERS, **Pace.COUNTERS, **Steering.COUNTERS}
 _FEW = 16  # how many weights of a layer are compared before the first step
 
 
@@ -243,10 +250,8 @@ class BuiltEngine(Config):
     def stage_counters(self) -> dict[str, float]:
         """The counters of the engine and of its stages; -1 means never."""
         return {
-            "step": self.step_count,
-            "last_statistics": -1 if self.last_statistics is None else self.last_statistics,
-            "skipped_steps": self.skipped_steps,
-            "skipped_batches": self._averaging.skipped_batches,
+            **saved_values(self, OWN_COUNTERS),
+            **self._averaging.counters(),
             **self._refresher.counters(),
             **self._steering.counters(),
         }

@@ -19,7 +19,7 @@ from ..distributed import shard_number
 from ..factors import copy_average_
 from ..placement import whole_state
 from ..saved_state import check_counters, check_states, check_sums, checksums
-from .build import BuiltEngine
+from .build import COUNTERS, OWN_COUNTERS, BuiltEngine
 
 __all__ = ["StatefulEngine"]
 
@@ -83,7 +83,7 @@ class StatefulEngine(BuiltEngine):
                 that has none here; if a counter is missing or out of range; if the state is of another shard.
             TypeError: If a hyperparameter among the counters is of the wrong kind.
         """
-        check_counters(self.stage_counters(), counters)
+        check_counters(COUNTERS, counters)
         if self.trained.blocks and not states and counters["last_refresh"] >= 0:
             raise ValueError(
                 "the state has counters but no Kronecker factors: it is damaged, or torch.distributed.checkpoint read "
@@ -105,10 +105,9 @@ class StatefulEngine(BuiltEngine):
         """Copies checked states, in the engine's own precision, and rebuilds the decompositions."""
         for name, value in loaded_options(self, counters).items():
             setattr(self, name, value)
-        self.step_count, self._lacks_counters = int(counters.get("step", 0)), False
-        last = int(counters.get("last_statistics", -1))
-        self.last_statistics = None if last < 0 else last
-        self.skipped_steps = int(counters.get("skipped_steps", 0))
+        for name, counter in OWN_COUNTERS.items():
+            setattr(self, counter.attribute, counter.restored(counters.get(name)))
+        self._lacks_counters = False
         spreads = self.may_spread or counters.get("pending_spread", -1) >= 0
         for block in self.trained.blocks:
             block.drop()
@@ -120,7 +119,7 @@ class StatefulEngine(BuiltEngine):
                 _copy_state(block.state, saved)
         self._averaging.load(counters)
         self._steering.load(counters)
-        self._refresher.load(counters, self.trained.blocks, self.comm.rank)
+        self._refresher.resume(counters, self.trained.blocks, self.comm.rank)
         if states and not self._closed:
             self._refresher.invalidate()
             if self.ranks.alone:  # several ranks do it together, in their next step

@@ -61,12 +61,9 @@ def known_spectra(
 
 
 def whole_state(block: Block, dtype: torch.dtype, comm: Communicator) -> State:
-    """A layer's state including the factors that other ranks keep (a collective).
+    """A layer's state including the factors, of this dtype, that other ranks keep (a collective).
 
-    Args:
-        block: The layer's block, which is not changed; the result holds the block's tensors, not copies of them.
-        dtype: The dtype of stored factors.
-        comm: The ranks.
+    The block is not changed; the result holds its tensors, not copies of them.
     """
     whole: State = {source: snapshot.copy() for source, snapshot in block.state.items()}
     broadcasts = []

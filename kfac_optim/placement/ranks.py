@@ -99,12 +99,9 @@ class Ranks:
         return None if comm.world_size == self.comm.world_size else comm
 
     def prepare(self, blocks: Sequence[Block], factor_dtype: torch.dtype, compare: Callable[[], None]) -> None:
-        """Makes the groups that :attr:`assignment` needs and moves factors, unless that is done (a collective).
+        """Compares the ranks, makes the groups of :attr:`assignment` and moves factors, unless that is done.
 
-        Args:
-            blocks: All blocks.
-            factor_dtype: The dtype of stored factors.
-            compare: Compares the ranks.
+        A collective.
         """
         if not self.alone and self._prepared_for is not self.assignment:
             compare()
@@ -124,11 +121,7 @@ class Ranks:
         A rank that has skipped steps that others took is behind them, and would miss their exchange. So this counts the
         steps that a rank would have taken, had it skipped none since the last comparison: that number is the same on
         all ranks, so that ranks that have diverged still meet. If all have skipped the same steps, they compare
-        themselves too early, and once more when the exchange is due.
-
-        Args:
-            step: The number of steps that this rank has taken.
-            skipped: Whether it skips this one.
+        themselves too early, and once more when the exchange is due. ``skipped``: whether this rank skips this step.
         """
         found = step + self._unconfirmed_skips
         self._unconfirmed_skips += skipped

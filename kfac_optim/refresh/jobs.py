@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -34,10 +35,11 @@ class FactorJob(NamedTuple):
         return self.block.layer.weight.device
 
 
+@dataclass(eq=False)
 class Refresh:
     """A refresh: the factors at ``start`` are decomposed over ``spread`` steps, and then used.
 
-    Args:
+    Attributes:
         start: The step at which it began.
         spread: The number of steps that share the work; 0: all at once.
         source: The factors that are decomposed: "current" if all at once, "pending" if spread, "in_use" if the
@@ -46,27 +48,22 @@ class Refresh:
         rank: The rank of this process.
         gammas: The damping of the pairs of some blocks, ``[p]``; other blocks take it from their snapshots, if at all.
         spectra: What is known about the eigenvalues of factors that are shared out among the ranks, by block.
-
-    Attributes:
         background: This rank's jobs that run in the background.
         steps: How many steps after the start each of this rank's jobs is due.
     """
 
-    def __init__(
-        self,
-        start: int,
-        spread: int,
-        source: Source,
-        blocks: Sequence[Block],
-        rank: int,
-        gammas: Mapping[Block, Tensor] | None = None,
-        spectra: Mapping[Block, KnownSpectra] | None = None,
-    ) -> None:
-        self.start, self.spread, self.source, self.blocks = start, spread, source, blocks
-        self.gammas, self.spectra = dict(gammas or {}), dict(spectra or {})
+    start: int
+    spread: int
+    source: Source
+    blocks: Sequence[Block]
+    rank: int
+    gammas: dict[Block, Tensor] = field(default_factory=dict)
+    spectra: dict[Block, KnownSpectra] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self._running: dict[FactorJob, Callable[[], MaybeDecomposition]] = {}
         self._done: dict[FactorJob, MaybeDecomposition] = {}
-        self.schedule(rank)
+        self.schedule(self.rank)
 
     def schedule(self, rank: int) -> None:
         """Distributes this rank's jobs over the steps: evenly by cost, with those of one shape together.
@@ -74,6 +71,7 @@ class Refresh:
         A job larger than one step's budget runs in the background and is due at the end. If this is called again after
         the blocks' workers have changed, results of jobs that now belong to another rank are dropped.
         """
+        self.rank = rank
         jobs = [FactorJob(block, side) for block in self.blocks for side in range(2)]
         own_jobs = [job for job in jobs if job.block.workers.inverse_workers[job.side] == rank]
         # The step that begins a refresh also collects statistics, so it gets no job if there are enough other steps.
@@ -159,13 +157,9 @@ def grouped_by_shape(jobs: Sequence[FactorJob]) -> list[list[FactorJob]]:
 
 
 def batch_of(jobs: Sequence[FactorJob], refresh: Refresh, solver: Solver, inv_dtype: torch.dtype) -> Batch:
-    """The batch for decomposing several factors in one call.
+    """The batch for decomposing the factors of some jobs of a refresh, of one shape and device, in one call.
 
-    Args:
-        jobs: Factors of one shape, on one device.
-        refresh: The refresh that they belong to.
-        solver: Decomposes the factors.
-        inv_dtype: Storage of the results; factors are decomposed in at least this precision, and in float32 at least.
+    They are decomposed in at least the precision of ``inv_dtype``, in which results are stored, and of float32.
     """
 
     def inputs() -> tuple[Tensor, Tensor]:

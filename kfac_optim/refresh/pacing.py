@@ -9,11 +9,10 @@ the same on every rank and in every run, whatever else a machine does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import ClassVar
+from collections.abc import Iterable
 
 from ..blocks import Block
-from ..common.counters import Counted, Counter
+from ..common.counters import Counted, counter
 from ..common.machines import machine_of
 from ..config import Config
 from ..schedules import due, growing
@@ -37,8 +36,7 @@ class Pace(Counted):
         work: The cost of a refresh, in steps of training; 0: not known yet.
     """
 
-    COUNTERS: ClassVar[Mapping[str, Counter]] = {"refresh_work": Counter("work", 0)}
-    work: int
+    work: int = counter(0, name="refresh_work")
 
     def measure(self, blocks: Iterable[Block], fraction: float, world_size: int) -> None:
         """Computes the work of a refresh, unless it is known.
@@ -62,7 +60,8 @@ class Pace(Counted):
             per_product, per_row, per_layer = _COSTS[machine_of(layer.weight.device)]
             launches += per_layer
             for spec in block.specs:
-                of_rows = spec.matrices * spec.size * per_row if spec.calls_library else 0.0
+                closed_form = spec.diagonal or spec.size <= 2
+                of_rows = 0.0 if closed_form else spec.matrices * spec.size * per_row
                 decompositions += (per_product * spec.cost + of_rows) / world_size
         self.work = max(1, round(decompositions / max(passes, launches))) if passes else 0
 

@@ -12,6 +12,7 @@ share of each step and ends it. The decompositions may be stale, after a state w
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..blocks import Block, part_dtype
+from ..common.counters import Counted, Counter, counter
 from ..common.stopwatch import Stopwatch
 from ..common.user_warning import warn_user
 from ..config import Config
@@ -41,13 +43,8 @@ from .pacing import Pace
 __all__ = ["Refresher"]
 
 
-class Refresher:
-    """Starts refreshes, does their work, and puts their results to use.
-
-    Args:
-        solver: Decomposes the factors.
-        inv_dtype: Storage of the decompositions.
-        stopwatch: Measures how long the work takes.
+class Refresher(Counted, pending_spread=Counter(None)):
+    """Starts refreshes, does their work, and puts their results to use; ``inv_dtype`` is for stored decompositions.
 
     Attributes:
         last_refresh: Step at which the latest refresh began; None: none has begun, or another is to be made at once.
@@ -58,11 +55,14 @@ class Refresher:
         pace: Says when a refresh is due.
     """
 
+    last_refresh: int | None = counter(None)
+    frozen_at: int | None = counter(None)
+    refreshes: int = counter(0)
+    failed_decompositions: int = counter(0)
+
     def __init__(self, solver: Solver, inv_dtype: torch.dtype, stopwatch: Stopwatch) -> None:
+        super().__init__()
         self.solver, self.inv_dtype, self.stopwatch = solver, inv_dtype, stopwatch
-        self.last_refresh: int | None = None
-        self.frozen_at: int | None = None
-        self.refreshes = self.failed_decompositions = 0
         self.in_progress: Refresh | None = None
         self.pace = Pace()
         self._stale = False
@@ -90,14 +90,9 @@ class Refresher:
         self.last_refresh = None
 
     def start(self, step: int, blocks: list[Block], damping: Damping, spread: int, comm: Communicator) -> None:
-        """Begins a refresh of some blocks, and also ends it if it is not spread (a collective).
+        """Begins a refresh of blocks whose factors have data, and also ends it if it is not spread (a collective).
 
-        Args:
-            step: The step.
-            blocks: The blocks whose factors have data.
-            damping: gamma.
-            spread: The number of steps that share the work; the first refresh is always done at once.
-            comm: The ranks.
+        ``spread``: the number of steps that share the work; the first refresh is always done at once.
         """
         known = known_spectra([] if isinstance(self.solver, EigenSolver) else blocks, "current", comm)
         value, damped = value_of(damping, step), blocks if damps_factors(self.solver) else []
@@ -105,14 +100,13 @@ class Refresher:
             block: value * unit_of(damping, block.factors("current", known.get(block)), block.specs[0].pairs)
             for block in damped
         }
-        goes_on: Refresh | None = None
-        if self.last_refresh is None or not spread:
-            refresh = Refresh(step, 0, "current", blocks, comm.rank, gammas, known)
-            self._work_off(refresh, step, comm)
+        at_once = self.last_refresh is None or not spread
+        if at_once:
+            self._work_off(Refresh(step, 0, "current", blocks, comm.rank, gammas, known), step, comm)
         else:
             for block in blocks:
                 block.factors("pending").freeze(block.factors("current"), gammas.get(block))
-            goes_on = Refresh(step, spread, "pending", blocks, comm.rank, spectra=known)
+        goes_on = None if at_once else Refresh(step, spread, "pending", blocks, comm.rank, spectra=known)
         # Last, so that a refresh that is interrupted before is due again; in one line, so that they belong together.
         self.in_progress, self.last_refresh = goes_on, step
         self.refreshes += 1
@@ -183,49 +177,48 @@ class Refresher:
         """Sends the decompositions to the gradient workers, and puts them to use (a collective)."""
         if refresh.source != "in_use":
             self.frozen_at = refresh.start
-        failed, found = self._exchange(refresh, comm)
+        found = self._exchange(refresh, comm)
         known = refresh.spectra
         if isinstance(self.solver, EigenSolver):
             largest = functools.partial(self._largest, self.solver, refresh)
             known = known_spectra(refresh.blocks, refresh.source, comm, largest)
-        for block, own in found:
+        for block, own in found.items():
             if refresh.source != "in_use":
                 block.factors("in_use").freeze(block.factors(refresh.source), refresh.gamma(block))
             block.install(own, known.get(block))
-        for block in failed:
-            self._keep_last(block, refresh)
+        for block in refresh.blocks:
+            if block not in found:
+                self._keep_last(block, refresh)
         if refresh is self.in_progress:  # last, so that an interrupted refresh is ended in the next step
             self.in_progress = None
 
     def _exchange(
         self, refresh: Refresh, comm: Communicator
-    ) -> tuple[list[Block], list[tuple[Block, tuple[Decomposition, Decomposition] | None]]]:
+    ) -> dict[Block, tuple[Decomposition, Decomposition] | None]:
         """Sends the decompositions from their inverse workers to the gradient workers.
 
         Returns:
-            The blocks for which a decomposition failed, and the others with their new decompositions (None on ranks
-            that do not precondition the layer).
+            The new decompositions of the blocks for which none has failed; None on ranks that do not precondition the
+            layer.
         """
         with self.stopwatch.communication("decomposition", comm.world_size):
             done = [[float(refresh.found(block, i) is not None) for i in range(2)] for block in refresh.blocks]
             (flags,) = comm.sum([torch.tensor(done, dtype=torch.float64, device="cpu").view(-1, 2)], "counts")
-            broadcasts, failed, found = [], [], []
-            for block, good in zip(refresh.blocks, flags.bool().all(1).tolist(), strict=True):
-                if not good:
-                    failed.append(block)
-                    continue
+            good = flags.bool().all(1).tolist()
+            broadcasts: list[Broadcast] = []
+            found: dict[Block, tuple[Decomposition, Decomposition] | None] = {}
+            for block in itertools.compress(refresh.blocks, good):
                 workers, sides = block.workers, []
-                for i in range(2):
-                    holders = workers.holders(i)
+                for i, holders in enumerate(map(workers.holders, range(2))):
                     if comm.rank not in holders:
                         continue
                     parts = refresh.found(block, i) or self._receive_buffers(block, i)
                     if len(holders) > 1:
                         broadcasts.append(Broadcast(parts, workers.inverse_workers[i], holders))
                     sides.append(parts)
-                found.append((block, (sides[0], sides[1]) if comm.rank in workers.gradient_workers else None))
+                found[block] = (sides[0], sides[1]) if comm.rank in workers.gradient_workers else None
             comm.send(broadcasts, "decompositions")
-        return failed, found
+        return found
 
     def _largest(self, solver: EigenSolver, refresh: Refresh, block: Block, side: int) -> Tensor:
         """The largest eigenvalues that a refresh has found, ``[p]``; zeros if another rank has found them."""
@@ -257,28 +250,18 @@ class Refresher:
     # State ----------------------------------------------------------------------------------------------------------
 
     def counters(self) -> dict[str, float]:
-        """The refresher's part of the saved counters; -1 stands for None."""
-        pending = self.in_progress
-        return {
-            "last_refresh": -1 if self.last_refresh is None else self.last_refresh,
-            "frozen_at": -1 if self.frozen_at is None else self.frozen_at,
-            "pending_spread": -1 if pending is None else pending.spread,
-            "refreshes": self.refreshes,
-            "failed_decompositions": self.failed_decompositions,
-            **self.pace.counters(),
-        }
+        """The saved counters of the refresher and its pace."""
+        spread = -1 if self.in_progress is None else self.in_progress.spread
+        return {**super().counters(), "pending_spread": spread, **self.pace.counters()}
 
-    def load(self, counters: Mapping[str, Any], blocks: Sequence[Block], rank: int) -> None:
+    def resume(self, counters: Mapping[str, Any], blocks: Sequence[Block], rank: int) -> None:
         """Restores saved counters, after the blocks' saved states have been restored."""
-        last, frozen, spread = (int(counters.get(key, -1)) for key in ("last_refresh", "frozen_at", "pending_spread"))
-        self.last_refresh = None if last < 0 else last
-        self.frozen_at = None if frozen < 0 else frozen
-        self.refreshes = int(counters.get("refreshes", 0))
-        self.failed_decompositions = int(counters.get("failed_decompositions", 0))
+        self.load(counters)
         self.pace.load(counters)
         if self.in_progress is not None:  # what is left of it would be decomposed before anything else
             self.close()
             self._worker = Worker()
+        spread = int(counters.get("pending_spread", -1))
         if spread >= 0 and self.last_refresh is not None and any(block.state for block in blocks):
             pending = [block for block in blocks if block.has_data("pending")]
             self.in_progress = Refresh(self.last_refresh, spread, "pending", pending, rank)

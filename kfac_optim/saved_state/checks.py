@@ -13,11 +13,9 @@ from torch import Tensor, nn
 from ..bases.state_keys import PREFIX
 from ..blocks import LEARNED, SIDES, SOURCES, Block
 from ..common.counters import Counter
-from ..steering import Steering
 
 __all__ = ["check_counters", "check_states", "check_sums", "checksums"]
 
-_MAY_BE_NEVER = ("last_statistics", "last_refresh", "frozen_at", "pending_spread", "opposes")  # counters that may be -1
 _LAYERS = "checksum_layers"  # how many layers the checksums cover
 _PRIME = 2**53 - 111  # by a power of two, squares of different sums too often leave the same remainder
 
@@ -85,16 +83,15 @@ def _is_damping(gamma: Any, pairs: int) -> bool:
 # Damage --------------------------------------------------------------------------------------------------------------
 
 
-def check_counters(known: Collection[str], counters: Mapping[str, Any]) -> None:
-    """Raises ValueError unless the saved counters are complete and in range; ``known``: the names of all counters."""
+def check_counters(known: Mapping[str, Counter], counters: Mapping[str, Any]) -> None:
+    """Raises ValueError unless the saved counters are complete and in range; ``known``: all counters."""
     for name in known:
         if name not in counters:
             raise ValueError(f"the state is damaged: it has no counter {name!r}")
     for name, value in counters.items():
         unknown_sum = value is None and name.startswith("checksum")
         number = isinstance(value, int | float) and math.isfinite(value)
-        least, counter = -1 if name in _MAY_BE_NEVER else 0, Steering.COUNTERS.get(name, Counter(name, 0))
-        if not (unknown_sum or number and (name not in known or counter.allows(value, least=least))):
+        if not (unknown_sum or number and (name not in known or known[name].allows(value))):
             raise ValueError(f"the state is damaged: its counter {name!r} is {value!r}")
     for name in ("last_statistics", "last_refresh", "frozen_at"):
         if counters[name] > counters["step"]:

@@ -47,13 +47,7 @@ _UNSEEN = (
 class Objective:
     """A loss that is evaluated at other weights, by moving the weights there.
 
-    Args:
-        parameters: The weights.
-        gradients: The gradient of the loss with respect to each of them.
-        parts: The examples of this rank that are evaluated.
-        terms: M, the number of loss terms on this rank.
-        fisher: The output distribution.
-        comm: The ranks.
+    ``parts``: the examples of this rank that are evaluated; ``terms``: M, the number of its loss terms.
     """
 
     def __init__(
@@ -77,11 +71,9 @@ class Objective:
 
     @torch.no_grad()
     def model(self, directions: Sequence[Sequence[Tensor]], last_update: Sequence[Tensor] | None) -> QuadraticModel:
-        """The quadratic model along some directions (a collective); later calls of :meth:`change` refer to it.
+        """The quadratic model along some directions and the last update, if any, which comes last (a collective).
 
-        Args:
-            directions: The directions.
-            last_update: One more direction, which comes last; None before the first update.
+        Later calls of :meth:`change` refer to it.
 
         Raises:
             RuntimeError: On all ranks, if there is a gradient, but no part on any rank.

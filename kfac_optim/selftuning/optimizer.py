@@ -308,12 +308,7 @@ def _check_parameters(parameters: Iterable[nn.Parameter]) -> None:
 
 
 class _Closure:
-    """A closure that can be evaluated again with the same random numbers.
-
-    Args:
-        closure: Returns the loss.
-        device: The device on which the closure draws random numbers.
-    """
+    """A closure that can be evaluated again with the same random numbers, which it draws on ``device``."""
 
     def __init__(self, closure: Callable[[], Any], device: torch.device) -> None:
         self.closure, self.random = closure, RandomState(device)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,8 +48,7 @@ class Batch:
     rows: tuple[int, torch.device] | None = None
 
 
-@dataclass(frozen=True)
-class _Attempt:
+class _Attempt(NamedTuple):
     """The result of an attempt, with checks of it that have not been read from the device yet.
 
     Attributes:
@@ -60,23 +59,14 @@ class _Attempt:
     result: MaybeDecomposition
     checks: Sequence[tuple[Tensor, str]] = ()
 
-    def judged(self, passed: Sequence[bool]) -> MaybeDecomposition:
-        """The decomposition, or why it is not valid; ``passed``: the values of the checks."""
-        wrong = [reason for (_, reason), good in zip(self.checks, passed, strict=True) if not good]
-        return Failure(wrong[0]) if wrong else self.result
-
 
 def decompose_all(
     solver: Solver, batches: Iterable[Batch], stored: Callable[[Tensor], Tensor] = lambda part: part
 ) -> list[list[MaybeDecomposition]]:
     """Decomposes batches of factors; if a batch fails, its factors one by one.
 
-    The checks of all results are read from the device at once, after the last batch.
-
-    Args:
-        solver: The solver.
-        batches: The batches.
-        stored: Turns each tensor of a decomposition into the form in which it is stored.
+    The checks of all results are read from the device at once, after the last batch. ``stored`` turns each tensor of a
+    decomposition into the form in which it is stored.
 
     Returns:
         For each batch a list with what :func:`decompose_safely` returns for each of its factors.
@@ -88,9 +78,8 @@ def decompose_all(
     found: list[list[MaybeDecomposition]] = []
     for batch, result in zip(batches, _judged([attempts[batch] for batch in batches]), strict=True):
         if isinstance(result, Failure):
-            factors, shifts = (tensor.split(list(batch.sizes)) for tensor in batch.make())
-            pairs = zip(factors, shifts, strict=True)
-            found.append([decompose_safely(solver, factor, shift, stored) for factor, shift in pairs])
+            each = zip(*(tensor.split(list(batch.sizes)) for tensor in batch.make()), strict=True)
+            found.append([decompose_safely(solver, factor, shift, stored) for factor, shift in each])
         else:
             found.append(list(zip(*(part.split(list(batch.sizes)) for part in result), strict=True)))
     return found
@@ -114,8 +103,7 @@ def decompose_safely(
     result: MaybeDecomposition = Failure("")
     for prepare in _ATTEMPTS:
         prepared = prepare(factor)
-        (attempt,) = _attempt(solver, [(prepared, shift.to(prepared))], lambda part: stored(part.to(factor)))
-        (result,) = _judged([attempt])
+        (result,) = _judged(_attempt(solver, [(prepared, shift.to(prepared))], lambda part: stored(part.to(factor))))
         if not isinstance(result, Failure):
             break
     return result
@@ -143,8 +131,10 @@ def _attempt(
     solver: Solver, inputs: Sequence[tuple[Tensor, Tensor]], stored: Callable[[Tensor], Tensor]
 ) -> list[_Attempt]:
     """One attempt at decomposing each of some factors, with their shifts, by a single call of the solver."""
+    # Eigendecompositions ignore the switch for TF32, which belongs to the whole process: turning it off for one in the
+    # background would slow the model down, and a compiled model would be compiled again.
     try:
-        with _precision_of(solver, inputs[0][0].device.type):
+        with nullcontext() if isinstance(solver, EigenSolver) else full_precision(inputs[0][0].device.type):
             if len(inputs) == 1:
                 found = [solver.decompose(*inputs[0])]
             else:
@@ -173,19 +163,12 @@ def _checked(solver: Solver, factor: Tensor, result: Decomposition, stored: Call
 def _judged(attempts: Sequence[_Attempt]) -> list[MaybeDecomposition]:
     """The decomposition that each attempt found, or why it is not valid; all checks are read by one transfer."""
     checks = [check for attempt in attempts for check, _ in attempt.checks]
-    if not checks:
-        return [attempt.result for attempt in attempts]
-    passed = iter(torch.stack([check.to(checks[0].device) for check in checks]).tolist())
-    return [attempt.judged(list(islice(passed, len(attempt.checks)))) for attempt in attempts]
-
-
-def _precision_of(solver: Solver, device_type: str) -> AbstractContextManager[None]:
-    """Full precision, except for eigendecompositions, where libraries ignore the switch for TF32.
-
-    The switch belongs to the whole process. Turning it off for a decomposition in the background would slow the model
-    down, and a compiled model would be compiled again.
-    """
-    return nullcontext() if isinstance(solver, EigenSolver) else full_precision(device_type)
+    passed = iter(torch.stack([check.to(checks[0].device) for check in checks]).tolist() if checks else ())
+    found: list[MaybeDecomposition] = []
+    for attempt in attempts:
+        wrong = [reason for _, reason in attempt.checks if not next(passed)]
+        found.append(Failure(wrong[0]) if wrong else attempt.result)
+    return found
 
 
 def _jittered(factor: Tensor) -> Tensor:

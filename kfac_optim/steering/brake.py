@@ -15,12 +15,10 @@ full length, because the base optimizer copes with its own steps. Stretches (:mo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import ClassVar
 
 from torch import Tensor
 
-from ..common.counters import Counted, Counter
+from ..common.counters import Counted, counter
 from ..common.machines import is_asynchronous
 
 __all__ = ["Brake", "brake_of"]
@@ -38,14 +36,9 @@ class Brake(Counted):
         last: The brake of the last step in which k was computed, in (0, 1]; 1: it was not braked.
     """
 
-    COUNTERS: ClassVar[Mapping[str, Counter]] = {
-        "usual_length": Counter("usual", 0.0),
-        "lengths": Counter("seen", 0, _REMEMBERED),
-        "brake": Counter("last", 1.0, 1),
-    }
-    usual: float
-    seen: int
-    last: float
+    usual: float = counter(0.0, name="usual_length")
+    seen: int = counter(0, _REMEMBERED, "lengths")
+    last: float = counter(1.0, 1, "brake")
 
     def learn(self, length: float) -> None:
         """Takes in the length of the base's last update; 0: none was recorded, as by a step without directions."""

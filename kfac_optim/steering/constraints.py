@@ -55,8 +55,7 @@ class WeightWatch:
 
     def norms(self) -> dict[nn.Parameter, float]:
         """The norms recorded after the last step, to be saved; waits for the device."""
-        together = torch.stack([norm.cpu() for norm in self._norms]).tolist() if self.watched else ()
-        return dict(zip(self.watched, together, strict=True))
+        return dict(zip(self.watched, map(float, self._norms), strict=True))
 
     def restore(self, norms: Mapping[nn.Parameter, float]) -> None:
         """Restores saved norms, which may have been computed on another processor, in another order of summation."""
@@ -76,11 +75,7 @@ class WeightWatch:
         return torch.ne(left, now, out=now.new_empty(now.shape, dtype=torch.float32))
 
     def learn(self, blocks: Iterable[Block], changes: Sequence[float]) -> set[nn.Parameter]:
-        """Records in which layers weights were changed between two steps.
-
-        Args:
-            blocks: The layers' blocks.
-            changes: What :meth:`changes` has found, read from the device.
+        """Records in which layers weights were changed between two steps; ``changes``: :meth:`changes`, as read.
 
         Returns:
             The parameters of layers whose last stretch the training loop may have undone.

@@ -18,10 +18,9 @@ that grows with the gradient, as SGD's momentum does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Sequence
 
-from ..common.counters import Counted, Counter, moved
+from ..common.counters import Counted, counter, moved
 from ..common.flat_storage import elementwise
 from ..stacks import Direction, rates_followed, relative_lengths, scaled
 
@@ -37,8 +36,7 @@ class GraftShare(Counted):
         hundredths: The graft in hundredths.
     """
 
-    COUNTERS: ClassVar[Mapping[str, Counter]] = {"graft": Counter("hundredths", _ALL, _ALL)}
-    hundredths: int
+    hundredths: int = counter(_ALL, _ALL, "graft")
 
     @property
     def value(self) -> float:
@@ -51,14 +49,10 @@ class GraftShare(Counted):
 
 
 def shortened(directions: Sequence[Direction], graft: float) -> Sequence[Direction]:
-    """Directions as long as the base's updates, brought towards ``c gamma P m`` (see the top of the module).
+    """Directions as long as the base's updates at a graft of 1, ``c gamma P m`` at 0 (see the top of the module).
 
-    That is the base's own step along the flattest components, and shorter along all others. Directions stay as they are
-    unless damping is relative to the largest eigenvalue.
-
-    Args:
-        directions: The stacks.
-        graft: The graft, in [0, 1]; 1: they stay as long as the base's updates, 0: they become ``c gamma P m``.
+    The latter is the base's own step along the flattest components, and shorter along all others. Directions stay as
+    they are unless damping is relative to the largest eigenvalue.
     """
     if graft == 1 or not directions or directions[0].steepest is None:
         return directions

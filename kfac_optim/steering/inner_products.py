@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -24,6 +25,8 @@ _BATCH_NUMEL = 2**25  # the most numbers in such a vector on a GPU
 _ALIGNED = 64  # bytes; what torch allocates begins at a multiple of this
 _FEW = 3  # on the CPU only small gradients are copied into such a vector, if there are more than this many
 
+_segment_sums = functools.partial(torch.segment_reduce, reduce="sum", unsafe=True)
+
 
 class Compared(NamedTuple):
     """Gradients of one device and one type, the vector for each, and a factor, ``rate``, for their inner products."""
@@ -38,15 +41,11 @@ class Compared(NamedTuple):
         return is_sharded(self.gradients[0])
 
 
-def total_alignment(compared: Sequence[Compared], copies: Copies | None = None) -> Scalar:
-    """``rate <g, v>``, summed over all parameters (a collective if they are sharded).
+def total_alignment(compared: Sequence[Compared], copies: Copies) -> Scalar:
+    """``rate <g, v>``, summed over all parameters, a number if all are on the CPU (a collective if they are sharded).
 
     ``copies``: those of gradients that were compared before; new ones are added.
-
-    Returns:
-        A number if all parameters are on the CPU, else 0-dim.
     """
-    copies = {} if copies is None else copies
     products: list[Scalar] = [*_of_shards(compared)]
     for some in compared:
         if not some.are_shards:
@@ -84,18 +83,17 @@ def _of_shards(compared: Sequence[Compared]) -> list[Tensor]:
 
 def _each_dot(compared: Compared, copies: Copies) -> Tensor:
     """The dot product of each gradient with its vector, ``[n]``."""
-    batches: list[tuple[_Batch, Tensor]] = []
-    for batch, g, v in _side_by_side(compared, copies):
-        if batch.lengths is None:
-            batches.append((batch, torch.dot(g, v).view(1)))
-        else:
-            batches.append((batch, torch.segment_reduce(g * v, "sum", lengths=batch.lengths, unsafe=True)))
-    if len(batches) == 1:
-        return batches[0][1]
-    if is_asynchronous(batches[0][1].device):
-        return torch.cat([dots for _, dots in batches])
-    found = {i: number for batch, dots in batches for i, number in zip(batch.places, dots.tolist(), strict=True)}
-    return batches[0][1].new_tensor([found[i] for i in range(len(found))])
+    each = [
+        (places, torch.dot(g, v).view(1) if lengths is None else _segment_sums(g * v, lengths=lengths))
+        for (places, lengths), g, v in _side_by_side(compared, copies)
+    ]
+    first = each[0][1]
+    if len(each) == 1:
+        return first
+    if is_asynchronous(first.device):
+        return torch.cat([dots for _, dots in each])
+    found = {i: number for places, dots in each for i, number in zip(places, dots.tolist(), strict=True)}
+    return first.new_tensor([found[i] for i in range(len(found))])
 
 
 class _Batch(NamedTuple):

@@ -15,15 +15,6 @@ between those of this one.
 
 Several ranks tell each other what they have seen in the steps that collect statistics, and only what all of them have
 seen counts: a game on one rank must not decide the steps of the others.
-
-The order of things, each a method of :class:`Opposition`::
-
-    (between steps)   ``capture/signs.py`` notes what is thrown away
-    begin_step        takes what was noted, and counts the step, even if it will be skipped or change nothing
-    learn             in one process: judges whether the network is an opponent
-    report, hear      on several ranks: tell each other, and judge what all have seen
-    in_game           what follows from it, for ``plan.py``
-    counters, load    what is saved, the signs since the last step included
 """
 
 from __future__ import annotations
@@ -31,13 +22,13 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..capture import Signs
-from ..common.counters import Counter
+from ..common.counters import Counted, Counter, counter
 from ..placement import Ranks
 
 __all__ = ["OPPONENTS", "Opponents", "Opposition"]
@@ -57,8 +48,7 @@ class Opponents:
     def __init__(self) -> None:
         self.taken = self._steps = 0
         self._begun: dict[int, int] = {}  # by id, because optimizers of other classes need not be hashable
-        self._first_steps: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
-        self._last_steps: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+        self._first_steps, self._last_steps = (weakref.WeakKeyDictionary[object, int]() for _ in range(2))
 
     def begin(self, who: object) -> None:
         """Called when a step of any optimizer begins."""
@@ -110,12 +100,8 @@ register_optimizer_step_pre_hook(_disable_dynamo(lambda who, *_: OPPONENTS.begin
 register_optimizer_step_post_hook(_disable_dynamo(lambda who, *_: OPPONENTS.end(who)))
 
 
-class Opposition:
+class Opposition(Counted, captured_lost=Counter(False, 1), added_lost=Counter(False, 1)):  # kept by signs
     """Whether the network of one optimizer trains against another one.
-
-    Args:
-        ranks: The ranks.
-        signs: What is seen between steps.
 
     Attributes:
         opposes: Whether captured gradients were thrown away before both of the last two steps that collected
@@ -133,31 +119,22 @@ class Opposition:
             were last thrown away, at most 16. At 16 thrown-away gradients no longer count.
     """
 
-    COUNTERS: ClassVar[Mapping[str, Counter]] = {
-        "opposes": Counter("opposes", -1, 1),
-        "suspected": Counter("suspected", 1, 1),
-        "throws": Counter("throws", 0, _THROWS),
-        # These two are not attributes: the signs are asked for them, see counters() and load().
-        "captured_lost": Counter("_signs", 0, 1),
-        "added_lost": Counter("_signs", 0, 1),
-        "all_see_opponents": Counter("all_see_opponents", 0, 1),
-        "since_lost": Counter("since_lost", 0, _LATELY),
-        "alone_for": Counter("alone_for", 0, _LATELY),
-    }
+    opposes: bool | None = counter(None, 1)
+    suspected: bool = counter(True, 1)
+    throws: int = counter(0, _THROWS)
+    all_see_opponents: bool = counter(False, 1)
+    since_lost: int = counter(0, _LATELY)
+    alone_for: int = counter(0, _LATELY)
 
     def __init__(self, ranks: Ranks, signs: Signs) -> None:
+        super().__init__()
         self._ranks, self._signs = ranks, signs
-        self.opposes: bool | None = None
-        self.suspected = True
-        self.throws = 0
-        self.all_see_opponents = False
-        self.since_lost = self.alone_for = 0
         self._captured: bool | None = None  # whether captured gradients were thrown away before this step
         self._added = False  # whether added gradients were thrown away since signs were last judged
         self._taken_if_alone = OPPONENTS.taken  # had nobody else taken a step since gradients were last thrown away
 
     def begin_step(self, step: int, *, collects: bool) -> None:
-        """Takes what was seen since the last step.
+        """Takes what :class:`~kfac_optim.capture.Signs` noted since the last step, even if this one changes nothing.
 
         Args:
             step: The number of earlier steps. Before the first step, a loss is often tried out and its gradients are
@@ -173,11 +150,7 @@ class Opposition:
             self.since_lost, self._taken_if_alone = 1, OPPONENTS.taken + 1
         elif self.since_lost:
             self.since_lost = min(self.since_lost + 1, _LATELY)
-        self._captured = captured and self._may_be_a_game if collects and step > 0 else None
-
-    @property
-    def _may_be_a_game(self) -> bool:
-        return self.alone_for < _LATELY
+        self._captured = captured and self.alone_for < _LATELY if collects and step > 0 else None
 
     def recover(self) -> None:
         """Called after an exception in a step. That step did not count; nor do those of others up to now."""
@@ -186,12 +159,12 @@ class Opposition:
     def learn(self) -> None:
         """Learns from what was seen before this step, which is not skipped; several ranks do by :meth:`hear`."""
         if self._ranks.alone:
-            self._judge(self._captured, self._added and self._may_be_a_game)
+            self._judge(*self._seen)
         OPPONENTS.step(self, opposes=self.is_opponent)
 
     def report(self) -> list[bool]:
         """What this rank reports to the others: both signs, and whether other networks train against each other."""
-        return [bool(self._captured), self._added and self._may_be_a_game, OPPONENTS.exist_for(self)]
+        return [*map(bool, self._seen), OPPONENTS.exist_for(self)]
 
     def hear(self, reports: Sequence[int]) -> None:
         """Learns from the reports of several ranks; ``reports``: how many of them have set each flag."""
@@ -199,6 +172,11 @@ class Opposition:
             captured, added, self.all_see_opponents = (ranks == self._ranks.comm.world_size for ranks in reports)
             self._judge(None if self._captured is None else captured, added)
             OPPONENTS.note(self, opposes=self.is_opponent)
+
+    @property
+    def _seen(self) -> tuple[bool | None, bool]:
+        """Whether captured gradients and added ones were thrown away, perhaps by the other one of two optimizers."""
+        return self._captured, self._added and self.alone_for < _LATELY
 
     def _judge(self, captured: bool | None, added: bool) -> None:
         if captured is not None:
@@ -226,26 +204,19 @@ class Opposition:
         Several ranks save the same, whatever each has seen since their last reports: an opponent counts as having
         thrown gradients away again.
         """
-        alone, (captured, added) = self._ranks.alone, self._signs.if_resumed
-        return {
-            "opposes": -1 if self.opposes is None else int(self.opposes),
-            "suspected": int(self.suspected),
-            "throws": self.throws,
-            "captured_lost": int(captured if alone else bool(self.opposes)),
-            "added_lost": int(alone and (added or self._added)),
-            "all_see_opponents": int(self.all_see_opponents),
-            "since_lost": self.since_lost if alone else 0,
-            "alone_for": self.alone_for if alone else 0,
-        }
+        known = super().counters()
+        if not self._ranks.alone:
+            return {**known, "captured_lost": int(bool(self.opposes)), "added_lost": 0, "since_lost": 0, "alone_for": 0}
+        captured, added = self._signs.if_resumed
+        return {**known, "captured_lost": int(captured), "added_lost": int(added or self._added)}
 
     def load(self, counters: Mapping[str, Any]) -> None:
         """Restores saved counters."""
-        known = {name: int(counters.get(name, each.start)) for name, each in self.COUNTERS.items()}
-        self.opposes = None if known["opposes"] < 0 else bool(known["opposes"])
-        self.suspected, self.throws, self._added = bool(known["suspected"]), known["throws"], False
-        self._signs.restore(captured=bool(known["captured_lost"]), added=bool(known["added_lost"]))
-        self.all_see_opponents = bool(known["all_see_opponents"])
-        self.since_lost, self.alone_for, self._taken_if_alone = known["since_lost"], known["alone_for"], OPPONENTS.taken
+        super().load(counters)
+        self.opposes = None if self.opposes is None else bool(self.opposes)
+        self._added, self._taken_if_alone = False, OPPONENTS.taken
+        captured, added = (bool(counters.get(name)) for name in ("captured_lost", "added_lost"))
+        self._signs.restore(captured=captured, added=added)
         OPPONENTS.resume(self, opposes=self.is_opponent)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -66,10 +66,6 @@ class Plan:
 class Steering:
     """Everything learned so far about how closely steps should follow K-FAC.
 
-    Args:
-        ranks: The ranks.
-        signs: What is seen between steps of networks that train against each other.
-
     Attributes:
         trust: How far steps turn.
         graft: How far K-FAC's directions are scaled to the length of the base optimizer's updates.
@@ -91,12 +87,7 @@ class Steering:
         self._too_long: set[nn.Parameter] = set()
 
     def learn(self, blocks: Sequence[Block], read: Readings) -> None:
-        """Learns from what the gradients of a step say about the last step.
-
-        Args:
-            blocks: The layers' blocks, whose reaches move.
-            read: What the gradients say, and the learning rate.
-        """
+        """Learns from what the gradients of a step say about the last step; also moves the reaches of the blocks."""
         self.opposition.learn()
         if (lessons := read.lessons) is not None:
             self.brake.learn(read.number(lessons.length))
@@ -122,7 +113,7 @@ class Steering:
         """The plan of a step.
 
         Args:
-            blocks: The layers' blocks.
+            blocks: The blocks.
             step: The number of earlier steps.
             scaling: Determines the length of directions, whether trust is learned, and whether steps are stretched.
             damping: The damping; steps are stretched only if it is relative to the largest eigenvalue.
@@ -152,20 +143,18 @@ class Steering:
 
     def counters(self) -> dict[str, float]:
         """The counters to save."""
-        known = {name: value for part in self._counted for name, value in part.counters().items()}
-        return {**known, **self.opposition.counters()}
+        return {name: value for part in (*self._learned, self.opposition) for name, value in part.counters().items()}
 
     def take_over(self, counters: Mapping[str, Any]) -> None:
         """Takes over some counters from another rank."""
-        for part in self._counted:
-            part.take_over(counters)
+        for part in self._learned:
+            part.load({**part.counters(), **counters})
 
     def load(self, counters: Mapping[str, Any]) -> None:
         """Restores saved counters."""
-        for part in self._counted:
+        for part in (*self._learned, self.opposition):
             part.load(counters)
-        self.opposition.load(counters)
 
     @property
-    def _counted(self) -> list[Counted]:
+    def _learned(self) -> list[Counted]:
         return [self.trust, self.graft, self.brake, self.rate_history]

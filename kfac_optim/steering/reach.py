@@ -32,12 +32,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence, Set
-from typing import ClassVar
 
 from torch import Tensor, nn
 
 from ..blocks import Block
-from ..common.counters import Counted, Counter
+from ..common.counters import Counted, counter
 from ..common.flat_storage import elementwise, scale_pairs
 from ..stacks import Direction, at_largest, rates_followed
 
@@ -91,9 +90,8 @@ class RateHistory(Counted):
         fell: Whether this rate has ever fallen.
     """
 
-    COUNTERS: ClassVar[Mapping[str, Counter]] = {"rate": Counter("last", 0.0), "rate_fell": Counter("fell", False, 1)}
-    last: float
-    fell: bool
+    last: float = counter(0.0, name="rate")
+    fell: bool = counter(False, 1, "rate_fell")
 
     def rise(self, rate: float) -> float:
         """Records the highest learning rate of a step, if it is not 0.

@@ -28,12 +28,11 @@ K-FAC's direction is learned as well (:mod:`~.graft`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..common.counters import Counted, Counter, moved
+from ..common.counters import Counted, counter, moved
 from ..common.flat_storage import Tensors, elementwise, scale_pairs
 from ..stacks import Direction, norms, ratios, update_norms
 
@@ -55,12 +54,8 @@ class Trust(Counted):
         memory: The decay of averaged gradients in tenths, where the base optimizer keeps no first moment.
     """
 
-    COUNTERS: ClassVar[Mapping[str, Counter]] = {
-        "trust": Counter("notches", 0, _NOTCHES),
-        "memory": Counter("memory", 0, _LONGEST),
-    }
-    notches: int
-    memory: int
+    notches: int = counter(0, _NOTCHES, "trust")
+    memory: int = counter(0, _LONGEST)
 
     @property
     def value(self) -> float:
@@ -123,8 +118,7 @@ def changes_at(
     """The step of each stack minus u, ``[p, d_out, d_in]``; the step is u, turned towards k by the share ``trust``.
 
     A mixture of two directions is shorter than either, so the step is brought back to the length of u, as far as
-    ``graft`` says. Without this 3 of the 64 points of ``benchmarks.swap`` ended behind their base optimizer instead of
-    none. At a trust of 1, unbraked, the result is that of :func:`turns`.
+    ``graft`` says. At a trust of 1, unbraked, the result is that of :func:`turns`.
 
     Args:
         directions: The stacks.
