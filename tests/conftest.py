@@ -47,8 +47,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"'fast' names no case of {', '.join(never)}")
 
 
-def pytest_collection_finish() -> None:
-    """Where a test collects garbage, torch and whatever else has been imported is not looked through."""
+@pytest.fixture(scope="module", autouse=True)
+def few_objects() -> None:
+    """Where a test or an optimizer looks through all objects, what is older than its module is not among them."""
+    gc.collect()
     gc.freeze()
 
 

@@ -1,6 +1,5 @@
 """``python -m benchmarks.swap``: every training runs by both classes on the same data; what counts as behind."""
 
-import gc
 import json
 import math
 import subprocess
@@ -19,15 +18,6 @@ from benchmarks.swap import control, jobs, times
 from benchmarks.swap.judging import SHARES, Pair, Verdict, is_behind, summary, thinned, window_before
 from benchmarks.swap.training import SWAPS, Run
 from benchmarks.swap.trainings import CHOOSE, HALVES, JUDGE, TRAININGS
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_objects():
-    """Hide what is older than this module from the optimizers, which look for the owners of bare parameters."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def steps(training, count, kfac=None, seed=0):
