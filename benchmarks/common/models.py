@@ -9,31 +9,52 @@ looks at modules sees every weight.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions with BatchNorm and a shortcut without weights (He et al., 2015, option A)."""
+def projection(channels_in: int, channels_out: int, stride: int) -> nn.Module:
+    """Return the shortcut of a block: a 1x1 convolution with BatchNorm where it changes the shape, else nothing."""
+    if stride == 1 and channels_in == channels_out:
+        return nn.Identity()
+    convolution = nn.Conv2d(channels_in, channels_out, 1, stride=stride, bias=False)
+    return nn.Sequential(convolution, nn.BatchNorm2d(channels_out))
+
+
+class Padding(nn.Module):
+    """A shortcut without weights: skips pixels and adds channels of zeros (He et al., 2015, option A)."""
 
     def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(channels_in, channels_out, 3, stride=stride, padding=1, bias=False)
-        self.norm1 = nn.BatchNorm2d(channels_out)
-        self.conv2 = nn.Conv2d(channels_out, channels_out, 3, padding=1, bias=False)
-        self.norm2 = nn.BatchNorm2d(channels_out)
-        self.stride = stride
-        self.new_channels = channels_out - channels_in
+        self.stride, self.new_channels = stride, channels_out - channels_in
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[n, channels_in, h, w]`` to ``[n, channels_out, h / stride, w / stride]``."""
+        return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.new_channels))
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions (the first carries the stride) around a shortcut, each with BatchNorm."""
+
+    expansion = 1
+
+    def __init__(
+        self, channels_in: int, width: int, stride: int, shortcut: Callable[[int, int, int], nn.Module] = projection
+    ) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels_in, width, 3, stride=stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(width)
+        self.shortcut = shortcut(channels_in, width, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[n, channels_in, h, w]`` to ``[n, width, h / stride, w / stride]``."""
         y = F.relu(self.norm1(self.conv1(x)))
-        y = self.norm2(self.conv2(y))
-        shortcut = F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.new_channels))
-        return F.relu(y + shortcut)
+        return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
 
 
 class ResNet(nn.Module):
@@ -52,7 +73,8 @@ class ResNet(nn.Module):
         self.norm = nn.BatchNorm2d(width)
         widths = [width * 2**stage for stage in range(3) for _ in range(blocks)]
         pairs = zip([width, *widths], widths, strict=False)
-        self.body = nn.Sequential(*(ResidualBlock(c_in, c_out, 1 if c_in == c_out else 2) for c_in, c_out in pairs))
+        body = (BasicBlock(c_in, c_out, 1 if c_in == c_out else 2, Padding) for c_in, c_out in pairs)
+        self.body = nn.Sequential(*body)
         self.head = nn.Linear(4 * width, classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
@@ -159,25 +181,6 @@ class VisionTransformer(nn.Module):
         return self.head(self.norm(self.body(x)).mean(dim=1))
 
 
-class BasicBlock(nn.Module):
-    """Two 3x3 convolutions (the first carries the stride) around a shortcut, each with BatchNorm."""
-
-    expansion = 1
-
-    def __init__(self, channels_in: int, width: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels_in, width, 3, stride=stride, padding=1, bias=False)
-        self.norm1 = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
-        self.norm2 = nn.BatchNorm2d(width)
-        self.shortcut = projection(channels_in, width, stride)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``[n, channels_in, h, w]`` to ``[n, width, h / stride, w / stride]``."""
-        y = F.relu(self.norm1(self.conv1(x)))
-        return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
-
-
 class Bottleneck(nn.Module):
     """A 1x1, a 3x3 (which carries the stride) and a 1x1 convolution around a shortcut, each with BatchNorm."""
 
@@ -199,14 +202,6 @@ class Bottleneck(nn.Module):
         y = F.relu(self.norm1(self.conv1(x)))
         y = F.relu(self.norm2(self.conv2(y)))
         return F.relu(self.norm3(self.conv3(y)) + self.shortcut(x))
-
-
-def projection(channels_in: int, channels_out: int, stride: int) -> nn.Module:
-    """Return the shortcut of a block: a 1x1 convolution with BatchNorm where it changes the shape, else nothing."""
-    if stride == 1 and channels_in == channels_out:
-        return nn.Identity()
-    convolution = nn.Conv2d(channels_in, channels_out, 1, stride=stride, bias=False)
-    return nn.Sequential(convolution, nn.BatchNorm2d(channels_out))
 
 
 class StagedResNet(nn.Module):

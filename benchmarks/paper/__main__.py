@@ -1,6 +1,6 @@
 """The paper's Tables 1 to 6 and Figures 4 to 6 at the scale of one machine, each beside the paper's own figures.
 
-``python -m benchmarks.paper`` (from the repository root) produces all of them, ``--part NAME`` one; ``--list`` says
+``python -m benchmarks.paper`` (from the repository root) produces all of them, ``--part NAME`` one; ``--help`` says
 which part answers what. Each part prints its table, says where K-FAC loses, and writes ``NAME.json`` (settings, seeds,
 versions and machine of every run) and ``NAME.png`` to ``benchmarks/results/paper/``. Runs that the files hold already,
 with the same settings, are not repeated; an interrupted command continues after the last finished run.
@@ -56,27 +56,19 @@ def learn(name: str, bench: Bench, results: study.Results) -> str:
 NAMES = {word.lower().replace(" ", ""): name for name, (answers, _) in STUDIES.items() for word in (name, *answers)}
 
 
-def listed() -> str:
-    """Return the parts and what they answer."""
-    lines = [f"{name:10} {', '.join(answers):22} {make.__doc__}" for name, (answers, make) in STUDIES.items()]
-    return "\n".join([*lines, "Figure 7 (stages of a step): python -m benchmarks.scaling --part measure"])
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""
-    command = Command("paper", __doc__, epilog="parts:\n" + listed())
+    parts = [f"{name:10} {', '.join(answers):22} {make.__doc__}" for name, (answers, make) in STUDIES.items()]
+    parts.append("Figure 7 (stages of a step): python -m benchmarks.scaling --part measure")
+    command = Command("paper", __doc__, epilog="\n".join(["parts:", *parts]))
     add = command.add_argument
     part = "which part; may be repeated; a table or figure is as good as the part's name (default: all)"
     add("--part", action="append", metavar="NAME", help=part)
-    add("--list", action="store_true", help="say which part answers what, and stop")
     seeds = f"seeds of the runs (default: {','.join(map(str, SEEDS))})"
     add("--seeds", type=whole_numbers, default=SEEDS, metavar="N,...", help=seeds)
     add("--again", action="store_true", help="repeat the runs that the result files hold")
     add("--quiet", action="store_true", help="no progress bars")
     options, output = command.start(arguments, "two steps of every run")
-    if options.list:
-        print(listed())
-        return 0
     try:
         wanted = [NAMES[nearest("part", part.lower(), NAMES)] for part in options.part or STUDIES]
     except ValueError as error:

@@ -34,7 +34,7 @@ from typing import Any
 import torch.distributed as dist
 from tqdm import tqdm
 
-from benchmarks.common.reports import Command, Output, table, whole_numbers
+from benchmarks.common.reports import Command, Output, table
 from benchmarks.scaling import paper, plots
 from benchmarks.scaling.measure import (
     SCHEDULE,
@@ -88,8 +88,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = command.add_argument
     parts = ("measure", "validate", "predict", "factors", "all")
     add("--part", choices=parts, default="all", help="what to do (default: all)")
-    ranks = "numbers of ranks that measure starts (default: 1,2,4)"
-    add("--ranks", type=whole_numbers, default=[1, 2, 4], metavar="N,...", help=ranks)
     add("--periods", type=int, default=3, metavar="N", help="timed periods of the schedule in each run (default: 3)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="of measure, under torchrun (default: cpu)")
     options, output = command.start(arguments, "a small model and few tables")
@@ -99,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.part in ("measure", "all"):
         subjects, count = (SMALL, 1) if options.smoke else (SUBJECTS, options.periods)
         job = Job(subjects, count, options.device)
-        worlds = options.ranks[:2] if options.smoke else options.ranks
+        worlds = (1, 2) if options.smoke else (1, 2, 4)
         if distributed:
             rows = measure_under_torchrun(job)
         else:

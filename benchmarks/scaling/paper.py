@@ -32,12 +32,13 @@ of K-FAC and of the gradients' all-reduce is modelled, not how Fused-LAMB itself
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
+from scipy.optimize import brentq
 
 from benchmarks.common.models import BottleneckResNet, ResNet
 from benchmarks.common.works import BERT_BASE, BERT_LARGE, Schedule
@@ -158,7 +159,7 @@ def fit_longhorn() -> Cluster:
     def efficiency(growth: float) -> float:
         return (passes + constant * (16 / 64) ** growth) / (passes + constant * (128 / 64) ** growth)
 
-    growth = bisect(lambda x: SGD_EFFICIENCY - efficiency(x), 0.0, 2.0)
+    growth = brentq(lambda x: SGD_EFFICIENCY - efficiency(x), 0.0, 2.0)
     start = Cluster(replace(V100, training_flops=1 / slope), LONGHORN, float(constant), growth)
     wanted = table_step("ResNet-50", 100) - table_step("ResNet-50", 500)
 
@@ -166,7 +167,7 @@ def fit_longhorn() -> Cluster:
         short, long = (with_eigh(start, c).kfac(resnet("ResNet-50"), 64, FactorWise(), every(n)) for n in (100, 500))
         return short.overhead - long.overhead - wanted
 
-    return with_eigh(start, bisect(excess, 0.0, 1e-9))
+    return with_eigh(start, brentq(excess, 0.0, 1e-9, xtol=1e-20))
 
 
 def fit_theta() -> Cluster:
@@ -177,7 +178,7 @@ def fit_theta() -> Cluster:
     def kfac(c: float) -> Prediction:
         return with_eigh(Cluster(A100, THETA), c).kfac(work, 16, FactorWise(), Schedule(50, 50, micro_batches))
 
-    c = bisect(lambda c: kfac(c).refresh - BERT_REFRESH, 0.0, 1e-8)
+    c = brentq(lambda c: kfac(c).refresh - BERT_REFRESH, 0.0, 1e-8, xtol=1e-20)
     passes = BERT_SECONDS / BERT_STEPS["Fused-LAMB"][0] - kfac(c).overhead
     training_flops = micro_batches * 3 * work.forward.flops / passes
     return with_eigh(Cluster(replace(A100, training_flops=training_flops), THETA), c)
@@ -186,14 +187,6 @@ def fit_theta() -> Cluster:
 def with_eigh(found: Cluster, c: float) -> Cluster:
     """The same cluster with eigendecompositions of ``c n^3`` seconds."""
     return replace(found, device=replace(found.device, eigh=(0.0, 0.0, c)))
-
-
-def bisect(increasing: Callable[[float], float], low: float, high: float) -> float:
-    """The zero of an increasing function between two bounds; the nearer bound if there is none."""
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (low, middle) if increasing(middle) > 0 else (middle, high)
-    return (low + high) / 2
 
 
 # Side by side --------------------------------------------------------------------------------------------------------

@@ -6,13 +6,13 @@ that ranks share, latency and bandwidth, and one correction per stage; larger mo
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
+from scipy.optimize import nnls
 
 from benchmarks.common.reports import table
 from benchmarks.scaling import paper
@@ -22,19 +22,10 @@ from benchmarks.scaling.workload import Work, Workload, total
 
 
 def nonnegative(columns: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float]:
-    """Non-negative coefficients of the columns with the least squared relative error (all subsets are tried)."""
-    weights = 1 / np.asarray(wanted)
-    matrix, ones = np.stack([np.asarray(column) * weights for column in columns], 1), np.ones(len(wanted))
-    best, error = np.zeros(len(columns)), float(len(wanted))
-    for active in itertools.product((False, True), repeat=len(columns)):
-        chosen = np.flatnonzero(active)
-        if len(chosen):
-            solution = np.linalg.lstsq(matrix[:, chosen], ones, rcond=None)[0]
-            left = float(((matrix[:, chosen] @ solution - 1) ** 2).sum())
-            if (solution >= 0).all() and left < error:
-                best, error = np.zeros(len(columns)), left
-                best[chosen] = solution
-    return best.tolist()
+    """Non-negative coefficients of the columns with the least squared relative error."""
+    matrix = np.asarray(columns, float).T / np.asarray(wanted)[:, None]
+    sizes = np.linalg.norm(matrix, axis=0)  # of very different units
+    return (nnls(matrix / sizes, np.ones(len(wanted)))[0] / sizes).tolist()
 
 
 def fit(rows: Sequence[Mapping[str, Any]], works: Mapping[str, Workload], cores: int) -> tuple[Device, Network]:

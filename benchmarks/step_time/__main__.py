@@ -10,8 +10,9 @@ the intervals ``factor_update_steps`` and ``inv_update_steps``. Where work, opti
 
 ``mean`` and ``worst`` are ratios to the base optimizer's mean step. They belong to one period of the schedule, composed
 of the mean seconds of each kind of step (``timing.py``) or, with ``--exact``, observed; the worst is then the largest
-ratio to the base optimizer's steps around it. ``bound`` is 1.2 times the base optimizer's peak memory plus what
-``optimizer.curvature.memory_estimate()`` says. kfac-pytorch takes part where the package ``kfac`` can be imported.
+ratio to the base optimizer's steps around it. A refresh is one step; with ``--exact`` it is spread as by default.
+``bound`` is 1.2 times the base optimizer's peak memory plus what ``optimizer.curvature.memory_estimate()`` says.
+kfac-pytorch takes part where the package ``kfac`` can be imported.
 """
 
 from __future__ import annotations
@@ -36,8 +37,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--optimizer", action="append", choices=KFAC, help="may be repeated (default: KFACSGD)")
     add("--every", action="append", type=Schedule.parse, metavar="A/B", help="repeatable (default: 1/10 and 10/100)")
     add("--solver", action="append", choices=SOLVERS, help="may be repeated (default: eigen)")
-    over = "steps over which a refresh is worked off (default: 0; with --exact the package's own)"
-    add("--spread", type=int, metavar="N", help=over)
     share = "share of a batch's examples that statistics see; may be repeated (default: 1)"
     add("--fraction", action="append", type=float, metavar="X", help=share)
     add("--dtype", action="append", choices=("float32", "bf16"), help="bf16: autocast; may be repeated")
@@ -45,9 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--exact", action="store_true", help="run one whole period of every schedule instead of composing it")
     options, output = command.start(arguments, "tiny models, one round")
     schedules = options.every or [Schedule(1, 10), Schedule(10, 100)]
-    spread = 0 if options.spread is None and not options.exact else options.spread
-    if spread is not None and any(spread >= each.decompositions for each in schedules):
-        command.error(f"--spread {options.spread}: must be smaller than the interval between decompositions")
     given = (*(options.work or ()), *(options.optimizer or ()), *(options.dtype or ()))
     stem = "-".join((*given, *(["exact"] if options.exact else []))) or "main"
     works = list(SMOKE_WORKS.values()) if options.smoke else [WORKS[name] for name in options.work or DEFAULT_WORKS]
@@ -57,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for work, dtype, optimizer in itertools.product(
         works, options.dtype or ["float32"], options.optimizer or ["KFACSGD"]
     ):
-        chosen = contenders(work, optimizer, solvers, spread=spread, fractions=fractions)
+        chosen = contenders(work, optimizer, solvers, spread=None if options.exact else 0, fractions=fractions)
         results.append(measure(work, chosen, schedules, Place(dtype=dtype), budget))
         print(summary(results[-1]))
         # After each: a run that is cut off keeps what it has.

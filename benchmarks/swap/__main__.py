@@ -9,8 +9,8 @@ trainings are for choosing defaults ("choose"), the others are only looked at in
                 the exact return of the policy. The base and the swap see the same weights, batches and noise.
     behind      the swap is above the base by more than 2 % of the base's loss; where that can be negative (flows,
                 returns) or ends in noise (the GAN's distance) by more than 2 % of what the base drops by in the run
-    seconds     CPU time of the steps on one thread; base and swap take turns, a run each. With --jobs the processes
-                disturb each other, and with --reuse the base ran at another time: read ratios of either with care.
+    seconds     CPU time of the steps on one thread; base and swap take turns, a run each. With --reuse the base ran at
+                another time: read ratios with care.
 
 A variant of the defaults is tried by ``--option``, once for each keyword, in terms of kfac_optim's names:
 ``--option 'damping=OfLargest(0.03)' --option scaling='"graft"' --label largest --reuse
@@ -31,14 +31,56 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import kfac_optim
 from benchmarks.common.reports import Command, Output
-from benchmarks.common.runs import Line, Store
+from benchmarks.common.runs import Line, Store, progress
 from benchmarks.common.settings import nearest
 from benchmarks.swap import report
-from benchmarks.swap.jobs import AGAIN, every, identity, keywords
 from benchmarks.swap.judging import Verdict
-from benchmarks.swap.training import Training
+from benchmarks.swap.training import Run, Training
 from benchmarks.swap.trainings import HALVES, TRAININGS
+
+NUDGE = 1e-3  # the share by which the weights of a base that runs again are changed
+AGAIN = (f"the base again, weights changed by {NUDGE:g}",)  # in the place of the swap's options
+
+
+def keywords(options: Sequence[str]) -> dict[str, Any]:
+    """Return the keywords that ``NAME=EXPRESSION`` stand for, in terms of kfac_optim's names, torch and math.
+
+    Raises:
+        ValueError: If one has no "=" or its expression cannot be evaluated.
+    """
+    names = {name: getattr(kfac_optim, name) for name in kfac_optim.__all__} | {
+        "torch": torch,
+        "kfac_optim": kfac_optim,
+    }
+    given = {}
+    for option in options:
+        name, equals, expression = option.partition("=")
+        try:
+            given[name] = eval(expression, dict(names))
+        except Exception as error:
+            raise ValueError(f"--option {option}: {error or 'must be NAME=EXPRESSION'}") from error
+    return given
+
+
+def identity(training: Training, seed: int, options: Sequence[str] | None) -> Line:
+    """Return what must agree for a run of a file to stand for one of this command; ``options`` None: the base's."""
+    return {**training.settings(), "seed": seed, "swap": None if options is None else list(options)}
+
+
+def work(training: Training, seed: int, swap: tuple[str, ...], with_base: bool) -> list[Line]:
+    """Run one training with one seed by the base, if asked to, and by the swap; return their lines."""
+    lines = []
+    for kfac in (None, swap) if with_base else (swap,):
+        if kfac == AGAIN:
+            run = Run(training, seed, None, nudge=NUDGE)
+        else:
+            run = Run(training, seed, None if kfac is None else keywords(kfac))
+        lines.append({"run": identity(training, seed, kfac), **run.finish()})
+    return lines
 
 
 def measure(output: Output, options: Any, names: Sequence[str]) -> None:
@@ -46,15 +88,15 @@ def measure(output: Output, options: Any, names: Sequence[str]) -> None:
     swap, seeds = AGAIN if options.again else tuple(options.option), options.seeds
     given = [TRAININGS[name] for name in names]
     trainings = [replace(t, steps=options.longer * (12 if options.smoke else t.steps)) for t in given]
-    known, found, jobs = Store([options.reuse] if options.reuse else []), Store([]), []
-    for training, seed in product(trainings, seeds):
-        if base := known.find(identity(training, seed, None)):
-            found.add(base)
-        jobs.append((training, seed, swap, base is None))
-    for lines in every(jobs, options.jobs):
-        for line in lines:
-            found.add(line)
-        output.save_runs(options.label, {}, found.runs.values())
+    known, found = Store([options.reuse] if options.reuse else []), Store([])
+    with progress(len(trainings) * len(seeds), "swap", "pair", leave=False) as bar:
+        for training, seed in product(trainings, seeds):
+            bar.set_postfix_str(f"{training.name} seed {seed}")
+            base = known.find(identity(training, seed, None))
+            for line in ([base] if base else []) + work(training, seed, swap, base is None):
+                found.add(line)
+            output.save_runs(options.label, {}, found.runs.values())
+            bar.update()
 
     def runs(training: Training, of: Sequence[str] | None) -> list[Line]:
         return [found.runs[Store.key(identity(training, seed, of))] for seed in seeds]
@@ -79,7 +121,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--only", nargs="+", metavar="NAME", help=f"some trainings alone: {', '.join(TRAININGS)}")
     add("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N", help="(default: 0 1 2)")
     add("--longer", type=int, default=1, metavar="N", help="times the steps of each training (default: 1)")
-    add("--jobs", type=int, default=1, metavar="N", help="processes (default: 1)")
     add("--label", default="main", metavar="NAME", help="of the result files (default: main)")
     add("--reuse", type=Path, metavar="FILE", help="JSON of an earlier run whose base runs are taken over")
     options, output = command.start(arguments, "twelve steps of each")

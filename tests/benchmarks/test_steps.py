@@ -147,7 +147,7 @@ def test_peak_counts_the_graph_and_buffers_inside_operators() -> None:
     [
         (["--fraction", "1", "--fraction", "0.5"], "main"),
         (
-            ["--exact", "--spread", "1", "--optimizer", "KFACSGD", "--solver", "eigen-exact"],
+            ["--exact", "--optimizer", "KFACSGD", "--solver", "eigen-exact"],
             "KFACSGD-exact",
         ),
     ],
@@ -185,12 +185,6 @@ def test_a_peer_that_cannot_train_the_model_is_left_out(
     result = measure.measure(work, chosen, [Schedule(1, 2)], timing.Place(), 0)
     assert [row["contender"] for row in result["rows"]] == ["KFACSGD eigen"]
     assert "left out, no in-place activations, please" in capsys.readouterr().out
-
-
-def test_step_time_refuses_a_refresh_longer_than_its_interval(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        step_time.main(["--smoke", "--every", "1/3", "--spread", "3"])
-    assert "--spread 3" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "millions"), [("resnet18", 11.2), ("resnet18-224", 11.7), ("vit-s", 22.0)])

@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from threading import Thread
@@ -14,7 +12,7 @@ import torch
 import kfac_optim
 from benchmarks.common.optimizers import find
 from benchmarks.swap import __main__ as swap
-from benchmarks.swap import control, jobs, times
+from benchmarks.swap import control, times
 from benchmarks.swap.judging import SHARES, Pair, Verdict, is_behind, summary, thinned, window_before
 from benchmarks.swap.training import SWAPS, Run
 from benchmarks.swap.trainings import CHOOSE, HALVES, JUDGE, TRAININGS
@@ -187,7 +185,7 @@ def test_the_command_writes_table_json_and_picture(folder):
 
 def test_base_runs_of_an_earlier_file_are_taken_over(folder, monkeypatch):
     started = []
-    monkeypatch.setattr(jobs, "Run", lambda *given: started.append(given[1:]) or Run(*given))
+    monkeypatch.setattr(swap, "Run", lambda *given: started.append(given[1:]) or Run(*given))
     more = ["--option", "damping=OfLargest(0.1)", "--option", 'scaling="graft"', "--label", "other", "--half", "choose"]
     smoke(folder, *more, "--seeds", "0", "1", "--reuse", str(folder / "main.json"))
     given = {"damping": kfac_optim.OfLargest(0.1), "scaling": "graft"}
@@ -221,16 +219,6 @@ def test_a_swap_that_fails_is_behind_and_the_others_go_on(tmp_path, monkeypatch,
     assert "mlp, seed 0, swap: failed at step 0: ZeroDivisionError" in capsys.readouterr().out
     result = json.loads((tmp_path / "main.json").read_text())
     assert result["summary"]["both"]["behind"] == "8 / 8"
-
-
-@pytest.mark.slow
-def test_several_processes_write_the_same_figures(folder, tmp_path):
-    words = [sys.executable, "-m", "benchmarks.swap", "--smoke", "--only", "mlp", "--seeds", "0", "1", "--jobs", "2"]
-    subprocess.run([*words, "--out", str(tmp_path)], check=True)
-    files = [json.loads((place / "main.json").read_text())["runs"] for place in (tmp_path, folder)]
-    found, known = ({json.dumps(run["run"]): run["points"] for run in runs} for runs in files)
-    assert found.keys() <= known.keys() and len(found) == 4
-    assert all(points == pytest.approx(known[run]) for run, points in found.items())
 
 
 @pytest.mark.parametrize(
