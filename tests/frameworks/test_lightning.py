@@ -18,7 +18,7 @@ from tests.helpers.compare import assert_close, assert_identical, assert_trained
 from tests.helpers.frameworks import LIMIT, PAPER, TOL, Build, as_torchrun, assert_ranks_are_one, builder
 from tests.helpers.ranks import run_ranks
 from tests.helpers.settings import FLOAT64, KINDS
-from tests.helpers.training import data_of, make_model, share
+from tests.helpers.training import data_of, make_model, share, train
 
 L = pytest.importorskip("lightning")
 from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
@@ -119,24 +119,16 @@ class Plain:
         scaler: torch.amp.GradScaler | None = None,
         autocast: torch.dtype | None = None,
         clip: Callable[[Iterator[nn.Parameter]], Any] | None = None,
-        loss: Callable[[nn.Module, Tensor, Tensor], Tensor] = lambda model, x, y: F.cross_entropy(model(x), y),
     ) -> nn.Module:
-        scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
-        for step in range(STEPS):
-            self.optimizer.zero_grad()
-            x, y = data_of(step, dtype=next(self.model.parameters()).dtype)
-            with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
-                value = loss(self.model, x, y)
-            scaler.scale(value).backward()
-            scaler.unscale_(self.optimizer)
+        def before_step() -> None:
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
             self.norms.append(float(nn.utils.get_total_norm(gradients)))
             if clip is not None:
                 clip(self.model.parameters())
-            scaler.step(self.optimizer)
-            scaler.update()
-            if self.scheduler is not None:
-                self.scheduler.step()
+
+        after = None if self.scheduler is None else self.scheduler.step
+        how = {"before_step": before_step, "autocast": autocast, "scaler": scaler}
+        train(self.model, self.optimizer, range(STEPS), after, **how)
         assert_trained(self.model, self.before)
         return self.model
 
@@ -166,6 +158,7 @@ def test_accumulation_is_the_large_batch(kind: str, module: type[Module]) -> Non
     assert_close(trained.model, Plain(build, dtype=torch.float64).train(), TOL)
 
 
+@pytest.mark.fast("^(sgd-norm|adam-value|lamb-norm)")
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_clipping_acts_on_the_raw_gradient(kind: str, algorithm: str) -> None:
@@ -226,6 +219,7 @@ SCHEDULES: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.fast("^(sgd-CosineAnnealingLR|adam-OneCycleLR|lamb-OneCycleLR)")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_schedulers_run_by_the_trainer(kind: str, schedule: str) -> None:
@@ -256,6 +250,7 @@ def test_bfloat16_true() -> None:
     assert_identical(trained.model, Plain(builder("sgd"), dtype=torch.bfloat16).train())
 
 
+@pytest.mark.fast("^(sgd-0.2|lamb-0.0)")
 @pytest.mark.parametrize("clip", [0.0, 0.2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_float16_mixed_with_a_scaler(kind: str, clip: float) -> None:
