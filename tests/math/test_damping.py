@@ -178,6 +178,7 @@ SPECTRA: dict[str, Callable[[int, int], Tensor]] = {
 }
 
 
+@pytest.mark.fast("-(64|65|200)$|^of few examples-700")
 @pytest.mark.parametrize("n", [64, 65, 200, 700])
 @pytest.mark.parametrize("spectrum", SPECTRA)
 def test_the_largest_eigenvalue_is_found(spectrum: str, n: int) -> None:
@@ -216,6 +217,7 @@ def wide() -> nn.Module:
 STEPS = 7  # in the midst of the refresh that is spread over the steps 6 and 7
 
 
+@pytest.mark.fast("^(number-inverse-2|function-eigen-0)")
 @pytest.mark.parametrize("spread", [0, 2])
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
 @pytest.mark.parametrize("schedule", [VALUE, exponential_decay(VALUE, 0.5, 5)], ids=["number", "function"])
