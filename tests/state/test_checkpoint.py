@@ -198,6 +198,7 @@ def test_a_state_that_was_loaded_in_inference_mode_can_be_trained_on(kfac: Any, 
         assert_identical(model, resumed)
 
 
+@pytest.mark.fast("^KFAC(SGD|LAMB)-")
 @pytest.mark.parametrize("wait", [0, 2])
 @pytest.mark.parametrize("again", [again_by_state, again_by_copy])
 @pytest.mark.parametrize("kfac", ALL_CLASSES)
@@ -433,6 +434,7 @@ def test_a_saved_number_is_loaded_as_it_is(name: str, fresh: Any, saved_value: A
 NO_SCHEDULE = [0.7, OfMean(0.7), OfLargest(0.7)]
 
 
+@pytest.mark.fast("^0.7-OfMean|^OfMean.*-OfLargest|^OfLargest.*-0.7$")
 @pytest.mark.parametrize("fresh", NO_SCHEDULE, ids=str)
 @pytest.mark.parametrize("kept", NO_SCHEDULE, ids=str)
 def test_the_kind_of_a_damping_is_part_of_the_state(kept: Any, fresh: Any) -> None:

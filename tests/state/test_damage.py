@@ -353,6 +353,7 @@ def test_state_dict_leaves_the_groups_alone() -> None:
 # Another base class --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast("^False|^True-KFACSGD")
 @pytest.mark.parametrize(
     ("kfac", "other"),
     [

@@ -67,7 +67,7 @@ def read(folder: Path, model: nn.Module, optimizer: Any) -> None:
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
 
 
-@pytest.mark.fast("^momentum$|^plain$|^Adagrad$")
+@pytest.mark.fast("^momentum$|^plain$")
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_goes_on_and_back_bit_for_bit(case: str, tmp_path: Path) -> None:
     """In a fresh optimizer, and in one that has trained on meanwhile."""
