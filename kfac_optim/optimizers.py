@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from .bases import Bucket, MultiTensorLamb, buckets_of, gradients_of, refuse_base, refuse_order
-from .bases.state_keys import AVERAGES, OF_STEP, PREFIX, RECORDED, forget, set_aside, take_out, without_counters
+from .bases import Bucket, MultiTensorLamb, buckets_of, gradients_of, records, refuse_base, refuse_order
+from .bases.state_keys import AVERAGES, PREFIX, set_aside, take_out, without_counters
 from .common.rates import Scalar, common_rate, rate_of
 from .config import options as engine_options
 from .config import refuse_in_groups, refuse_unknown, signature
 from .damping import OfLargest
 from .distributed import derived_from_by_horovod, join_hook, notify_join_context, register_joinable, share_gradients
 from .engine import CurvatureEngine
-from .saved_state import saved_form, saved_parts, take_saved_form, with_checksums
+from .saved_state import saved_parts, with_checksums
 from .schedules import forgetting, growing, inverse_time_decay
 from .solvers import EigenSolver
 from .stacks import by_parameter
@@ -171,14 +171,14 @@ class KFACMixin(_Optimizer):
                     self._update_weights(buckets, closure)
                     engine.advance(gradients)
         except BaseException:  # after Ctrl-C or out of memory, the entries may be those of half a step
-            forget(self, OF_STEP)
+            records.forget(self, records.OF_STEP)
             engine.recover()
             raise
 
     def _update_weights(self, buckets: Sequence[Bucket], closure: Callable[[], Any] | None) -> None:
         """Updates the weights; ``closure``: what evaluates the loss, if the loop has one."""
         if self.precondition == "gradient" or self.curvature.closed:
-            forget(self, RECORDED)
+            records.forget(self, records.RECORDED)
             self.curvature.watch.note(())
             self._precondition_gradients(gradients_of(buckets))
         else:
@@ -319,7 +319,7 @@ class KFACMixin(_Optimizer):
     def _in_saved_form(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         engine = self.curvature
         turned = engine.trained.covered() if engine.plan().learns and not engine.closed else ()
-        return with_checksums(saved_form(state_dict, self, turned, engine.watch.norms()))
+        return with_checksums(records.saved_form(state_dict, self, turned, engine.watch.norms()))
 
     @torch.inference_mode(False)  # tensors made in inference mode could not be changed in place later
     @torch.no_grad()
@@ -359,7 +359,7 @@ class KFACMixin(_Optimizer):
         finally:
             last_hook.remove()
         take_out(self, AVERAGES)  # torch has cast these to the type of the weights; the engine loads the saved ones
-        norms = take_saved_form(self)
+        norms = records.take_saved_form(self)
         self.curvature.load(*checked[0])
         self.curvature.watch.restore(norms)
         self._show_averages()

@@ -8,13 +8,13 @@ Where to look::
     first_moments.py    averages of gradients, where the base class keeps none, or one with weight decay in it
     multi_tensor.py     multi-tensor operations on whole and sharded parameters
     state_keys.py       K-FAC's entries in the state of a parameter: who writes them, who reads them
+    records.py          those that a step records for the next one, from the step that writes them to the saved state
     lamb.py             LAMB by multi-tensor operations
 """
 
 from .base_step import BaseStep, refuse_base, refuse_order, take_apart, update_length
 from .first_moments import gradient_weight_tracked, keep_averages
 from .lamb import MultiTensorLamb
-from .multi_tensor import multiplied, subtract_, subtract_multiples_
 from .parameters import Bucket, Member, Rule, gradients_of
 from .rules import buckets_of, rule_of
 
@@ -28,12 +28,9 @@ __all__ = [
     "gradient_weight_tracked",
     "gradients_of",
     "keep_averages",
-    "multiplied",
     "refuse_base",
     "refuse_order",
     "rule_of",
-    "subtract_",
-    "subtract_multiples_",
     "take_apart",
     "update_length",
 ]

@@ -25,8 +25,6 @@ def subtract_(params: list[Tensor], changes: list[Tensor], lr: Scalar) -> None:
 
 def subtract_multiples_(params: list[Tensor], vectors: list[Tensor], factors: list[float], lr: Scalar) -> None:
     """As :func:`subtract_`, with a factor for each vector; on the CPU without a copy of each."""
-    if not params:
-        return
     if isinstance(lr, Tensor) or is_sharded(params[0]) or is_asynchronous(params[0].device):
         subtract_(params, multiplied(vectors, factors, 1.0), lr)
     else:
@@ -36,8 +34,6 @@ def subtract_multiples_(params: list[Tensor], vectors: list[Tensor], factors: li
 
 def multiplied(vectors: list[Tensor], factors: list[float], shared: Scalar) -> list[Tensor]:
     """Each vector times its factor and the ``shared`` factor, a number or a 0-dim tensor; all vectors on one device."""
-    if not vectors:
-        return []
     if is_sharded(vectors[0]):
         return [vector * (factor * shared) for vector, factor in zip(vectors, factors, strict=True)]
     if not isinstance(shared, Tensor):

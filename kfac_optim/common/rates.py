@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Scalar", "common_rate", "rate_of"]
+__all__ = ["Scalar", "common_rate", "moves", "rate_of"]
 
 Scalar = float | Tensor  # a 0-dim tensor if only the device knows the number
 
@@ -21,6 +21,12 @@ def rate_of(group: Mapping[str, Any]) -> Scalar:
     if isinstance(rate, Tensor):
         return rate.view(()) if rate.dim() else rate
     return 1.0 if rate is None else float(rate)
+
+
+def moves(group: Mapping[str, Any]) -> bool:
+    """Whether the parameters of a group move; yes if the rate is a tensor, whose value the host does not know."""
+    rate = rate_of(group)
+    return isinstance(rate, Tensor) or rate != 0
 
 
 def common_rate(rates: Sequence[Scalar]) -> Scalar | None:

@@ -12,8 +12,8 @@ from itertools import chain, islice
 import torch
 from torch import Tensor, nn
 
-from ..bases import Bucket
-from ..bases.state_keys import DESCENT, LENGTH, MOMENT, STRETCH, TURN, kept_states
+from ..bases import Bucket, records
+from ..bases.state_keys import MOMENT
 from ..common.flat_storage import flat_view
 from ..common.machines import is_asynchronous
 from ..common.rates import Scalar, common_rate, rate_of
@@ -135,16 +135,13 @@ def lessons_of(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], watc
         watch: Knows whether weights have changed since the last step.
     """
     members, copies = [*chain.from_iterable(buckets)], Copies()
-    turn = _turn(buckets, [rate_of(group) for group in optimizer.param_groups], copies)
-    average, stretched = _average(buckets, copies), _stretched(buckets, copies)
     return Lessons(
-        largest=_largest_of([m.gradient for m in members], copies),
-        turn=turn,
-        average=average,
-        # All states are searched: the parameter that keeps the length of the last update may have no gradient now.
-        length=next((state[LENGTH] for _, state in kept_states(optimizer) if LENGTH in state), None),
+        turn=_turn(buckets, [rate_of(group) for group in optimizer.param_groups], copies),
+        average=_average(buckets, copies),
+        stretched=_stretched(buckets, copies),
+        largest=_largest_of([m.gradient for m in members], copies),  # after the others, which make the copies
+        length=records.last_length(optimizer),
         grows=not any("exp_avg" in m.state for m in members),
-        stretched=stretched,
         changes=watch.changes(),
     )
 
@@ -155,15 +152,15 @@ def _turn(buckets: Sequence[Bucket], rates: Sequence[Scalar], copies: Copies) ->
     unit = 1.0 if common is None or isinstance(common, Tensor) else abs(common) or 1.0  # dividing by it keeps signs
     compared: list[Compared] = []
     for bucket in buckets:
-        if some := [m for m in bucket if TURN in m.state]:
+        if some := records.having(bucket, records.TURN):
             lr = _rate_downhill(some)
-            compared.append(_with_recorded(some, TURN, lr if isinstance(lr, Tensor) else lr / unit))
+            compared.append(_with_recorded(some, records.TURN, lr if isinstance(lr, Tensor) else lr / unit))
     return total_alignment(compared, copies) if compared else None
 
 
 def _average(buckets: Sequence[Bucket], copies: Copies) -> Scalar | None:
     """``<g', m>`` with the averages m that stand in for first moments, summed over all parameters."""
-    averaged = ([m for m in bucket if MOMENT in m.state and not m.has_first_moment] for bucket in buckets)
+    averaged = ([m for m in records.having(bucket, MOMENT) if not m.has_first_moment] for bucket in buckets)
     compared = [_with_recorded(some, MOMENT) for some in averaged if some]
     return total_alignment(compared, copies) if compared else None
 
@@ -175,12 +172,13 @@ def _stretched(buckets: Sequence[Bucket], copies: Copies) -> Stretched:
     compared: list[Compared] = []
     before: list[Tensor] = []
     for bucket in buckets:
-        if some := [m for m in bucket if STRETCH in m.state and DESCENT in m.state]:  # users may have deleted one
+        if some := records.having(bucket, records.STRETCH, records.DESCENT):  # users may have deleted one
             lr = _rate_downhill(some)
             params += [m.p for m in some]
             rates += [1.0 if isinstance(lr, Tensor) else lr] * len(some)
-            compared.append(_with_recorded(some, STRETCH, lr if isinstance(lr, Tensor) else 1.0))
-            before += [m.state[DESCENT] * abs(lr) if isinstance(lr, Tensor) else m.state[DESCENT] for m in some]
+            compared.append(_with_recorded(some, records.STRETCH, lr if isinstance(lr, Tensor) else 1.0))
+            descents = records.entries(some, records.DESCENT)
+            before += [descent * abs(lr) for descent in descents] if isinstance(lr, Tensor) else descents
     return Stretched(params, rates, alignments(compared, copies), _together(before)) if params else Stretched()
 
 
@@ -196,7 +194,7 @@ def _rate_downhill(bucket: Bucket) -> Scalar:
 
 def _with_recorded(some: Bucket, key: str, rate: Scalar = 1.0) -> Compared:
     """Gradients with what was recorded under a key for each."""
-    return Compared([m.gradient for m in some], [m.state[key] for m in some], rate)
+    return Compared([m.gradient for m in some], records.entries(some, key), rate)
 
 
 def _largest_of(gradients: Sequence[Tensor], copies: Copies) -> Scalar | None:

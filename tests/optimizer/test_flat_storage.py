@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, EigenSolver, Graft, KFACAdam, KFACAdamW, OfLargest, OfMean
-from kfac_optim.bases.state_keys import STRETCH, TURN
+from kfac_optim.bases.records import STRETCH, TURN
 from kfac_optim.common import machines
 from kfac_optim.common.flat_storage import FlatStorage, elementwise, flat_view, scale_pairs
 from kfac_optim.solvers.joint import JointEigen

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, InverseSolver, KFACAdam
-from kfac_optim.bases.state_keys import TURN
+from kfac_optim.bases.records import TURN
 from kfac_optim.common import machines
 from kfac_optim.distributed import largest_entry
 from kfac_optim.optimizers import KFACMixin

@@ -18,6 +18,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 import kfac_optim
+from kfac_optim.bases import records
 from kfac_optim.common.machines import machine_of
 
 PACKAGE = Path(kfac_optim.__file__).parent
@@ -138,6 +139,22 @@ def test_module_types_are_told_apart_in_layers_alone() -> None:
                 types = [n for n in ast.walk(node.args[1]) if isinstance(n, ast.Attribute)]
                 found = {n.attr for n in types if ast.unparse(n.value) == "nn"} - {"Module", "Parameter", "parameter"}
                 assert not found, f"{name}, line {node.lineno}: {ast.unparse(node)}"
+
+
+def test_what_a_step_records_is_touched_in_bases_alone() -> None:
+    """Elsewhere ``bases.records`` is asked, so that one page tells when each entry is there."""
+    keys = {name for name, value in vars(records).items() if value in records.RECORDED} | {*records.RECORDED}
+    for name, tree in TREES.items():
+        for node in ast.walk(tree) if unit(name) != "bases" else ():
+            operands: list[ast.expr] = []
+            if isinstance(node, ast.Subscript):
+                operands = [node.value, node.slice]
+            elif isinstance(node, ast.Compare):
+                operands = [node.left, *node.comparators]
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                operands = [node.func.value, *node.args]
+            names = {ast.unparse(operand).rpartition(".")[2].strip("'") for operand in operands}
+            assert "state" not in names or not names & keys, f"{name}, line {node.lineno}: {ast.unparse(node)}"
 
 
 def test_nothing_is_read_on_the_host_layer_by_layer() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KFACAdamW
-from kfac_optim.bases.state_keys import RECORDED
+from kfac_optim.bases.records import RECORDED
 from kfac_optim.refresh import Refresher
 from kfac_optim.saved_state.checks import checksums
 from tests.helpers.bases import KFACRMSprop
