@@ -75,7 +75,7 @@ def take_turned_step(
     if kind is Kind.COMPUTES:
         base = take_apart(covered, before)
         del before
-        directions = engine.directions(base.moments, lr, base.updates, keeps_zeros=plan.learns)
+        directions = engine.directions(base.moments, lr, base.other_updates, keeps_zeros=plan.learns)
         _turn_and_stretch(plan, covered, base, directions, reaches)
     else:
         if kind is Kind.REPEATS:
@@ -99,7 +99,8 @@ def _turn_and_stretch(
         _subtract(_changes_of(covered, directions.laid_out(changes_at(directions.scaled, plan.trust))))
         return
     of_stacks, trust = shortened(directions.scaled, plan.graft), plan.trust
-    length = update_length(covered, list(base.updates.values()), lambda: directions.update_length(base.updates))
+    updates = {**base.moments, **base.other_updates}
+    length = update_length(covered, list(updates.values()), lambda: directions.update_length(updates))
     brake = brake_of(length, plan.usual_length)
     makers: dict[str, Maker] = {records.TURN: lambda out: turns(of_stacks, out)}
     whole = trust == 1 and brake is None  # then the change is the whole turn

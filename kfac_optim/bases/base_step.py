@@ -69,12 +69,12 @@ class BaseStep:
     Attributes:
         moments: The first moments of the raw gradients, negated under ``maximize``; the gradients themselves where no
             moment is kept.
-        updates: What the base class subtracted from the weights because of the gradients, per unit of the learning
-            rate. If it is the moment itself, it is the same tensor; if all are, it is the same dict.
+        other_updates: What the base class subtracted from the weights because of the gradients, per unit of the
+            learning rate, where that is not the moment itself.
     """
 
     moments: dict[nn.Parameter, Tensor]
-    updates: dict[nn.Parameter, Tensor]
+    other_updates: dict[nn.Parameter, Tensor]
 
 
 def take_apart(buckets: Sequence[Bucket], before: Sequence[Tensors]) -> BaseStep:
@@ -84,18 +84,17 @@ def take_apart(buckets: Sequence[Bucket], before: Sequence[Tensors]) -> BaseStep
         buckets: The parameters of interest, with their states after the step.
         before: For each bucket, what :meth:`.Rule.weights_before` returned before the step.
     """
-    moments_of: dict[nn.Parameter, Tensor] = {}
-    updates_of: dict[nn.Parameter, Tensor] = {}
-    alike = True
+    base = BaseStep({}, {})
     for bucket, weights in zip(buckets, before, strict=True):
         gradients, rule = [m.gradient for m in bucket], bucket[0].rule
         descent: Tensors = torch._foreach_neg(gradients) if bucket[0].group.get("maximize") else gradients
         moments = rule.moments(bucket, descent)
         updates = rule.updates(bucket, weights, moments, descent)
-        params, alike = [m.p for m in bucket], alike and updates is moments
-        moments_of.update(zip(params, moments, strict=True))
-        updates_of.update(zip(params, updates, strict=True))
-    return BaseStep(moments_of, moments_of if alike else updates_of)
+        params = [m.p for m in bucket]
+        base.moments.update(zip(params, moments, strict=True))
+        if updates is not moments:
+            base.other_updates.update(zip(params, updates, strict=True))
+    return base
 
 
 def update_length(

@@ -146,8 +146,8 @@ class CurvatureEngine(ViewedEngine):
         Args:
             vectors: What to precondition (gradients or first moments), by parameter.
             lr: The current learning rate, for the scaling; by parameter if there are several.
-            updates: What the base optimizer would make of the vectors, per unit of the learning rate; None: the vectors
-                themselves.
+            updates: What the base optimizer would make of the vectors, per unit of the learning rate; where it is left
+                out: the vectors themselves.
             keeps_zeros: Whether directions are zero wherever the vectors are.
 
         Returns:
@@ -155,7 +155,7 @@ class CurvatureEngine(ViewedEngine):
         """
         return self._preconditioner.directions(
             self.trained.blocks,
-            StepVectors(vectors, vectors if updates is None else updates, lr),
+            StepVectors(vectors, updates or {}, lr),
             self.comm,
             damping=self.damping_rule,
             scaling=self.scaling,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 
 from torch import nn
 
@@ -41,21 +40,22 @@ def gathered_vectors(
     known: Sequence[Block], exchanged: Collection[Block], vectors: StepVectors, comm: Communicator
 ) -> tuple[StepVectors, ShardExchange | None]:
     """The whole vectors that this rank works on, and the exchange that sends directions back, if any (a collective)."""
-    given, updates = vectors.given, vectors.updates
+    given = vectors.given
     if not exchanged and not any_sharded(given):
         return vectors, None
     present = [block for block in known if block.layer.weight in given]
     sent = [block for block in present if block in exchanged]
     moving = {p: b.layer.is_shard for b in present if b not in exchanged for p in b.layer.parameters if p in given}
-    others = [p for p in moving if updates[p] is not given[p]]
-    parts = [(p, given[p]) for p in moving] + [(p, updates[p]) for p in others]
+    others = [p for p in moving if p in vectors.other_updates]
+    parts = [(p, given[p]) for p in moving] + [(p, vectors.other_updates[p]) for p in others]
     found = iter(all_gathered([own_part(part) if moving[p] else part for p, part in parts]))
     whole = {p: next(found) for p in moving}
-    of_updates = {**whole, **{p: next(found) for p in others}}
+    other_updates = {p: next(found) for p in others}
     if not sent:
-        return replace(vectors, given=whole, updates=of_updates), None
+        return StepVectors(whole, other_updates, vectors.lr), None
     places = {p: b.workers.gradient_workers for b in sent for p in b.layer.parameters if p in given}
     exchange = ShardExchange(places, comm)
     own = exchange.gather(given)
-    own_updates = own if vectors.are_alike(places) else exchange.gather(updates)
-    return replace(vectors, given={**whole, **own}, updates={**of_updates, **own_updates}), exchange
+    if not vectors.are_alike(places):
+        other_updates.update(exchange.gather(vectors.updates))
+    return StepVectors({**whole, **own}, other_updates, vectors.lr), exchange

@@ -28,18 +28,23 @@ class StepVectors:
 
     Attributes:
         given: Gradients or first moments.
-        updates: The base optimizer's own updates from them, per unit of the learning rate. An update that equals what
-            is given is the same tensor; if all do, ``updates`` is the same mapping.
+        other_updates: The base optimizer's own updates from them, per unit of the learning rate, where these are not
+            the given vectors themselves.
         lr: The learning rate, for the scaling; a mapping by parameter if there are several.
     """
 
     given: Mapping[nn.Parameter, Tensor]
-    updates: Mapping[nn.Parameter, Tensor]
+    other_updates: Mapping[nn.Parameter, Tensor]
     lr: Scalar | Mapping[nn.Parameter, Scalar]
+
+    @cached_property
+    def updates(self) -> Mapping[nn.Parameter, Tensor]:
+        """The base optimizer's updates of all parameters."""
+        return {**self.given, **self.other_updates}
 
     def are_alike(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether the updates of these parameters are the given vectors themselves."""
-        return self.given is self.updates or all(self.updates.get(p) is self.given.get(p) for p in parameters)
+        return not self.other_updates or self.other_updates.keys().isdisjoint(parameters)
 
 
 @dataclass(frozen=True)

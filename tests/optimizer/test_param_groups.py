@@ -517,7 +517,7 @@ def test_a_layer_whose_weight_and_bias_have_other_momenta(
     directions = CurvatureEngine.directions
 
     def note(engine: CurvatureEngine, vectors: Any, lr: Any, updates: Any, **more: Any) -> Directions:
-        copies = {p: update.clone() for p, update in updates.items()}
+        copies = {p: update.clone() for p, update in {**vectors, **updates}.items()}
         noted.append((copies, directions(engine, vectors, lr, updates, **more)))
         return noted[-1][1]
 
