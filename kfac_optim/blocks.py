@@ -361,7 +361,7 @@ class Block:
         self.decomposed = decomposed
 
     def drop(self) -> None:
-        """Discards the decompositions."""
+        """Drops the decompositions."""
         self.decomposed = self.cosine = self._unit = self._used = self._known_spectra = self._eigenvalues = None
         self.has_direction = False
         self.version += 1

@@ -155,8 +155,8 @@ class ModelCalls:
         if self.current is not None and self.current.is_of_other_thread:
             raise RuntimeError(CONCURRENT)
 
-    def drop_current(self) -> None:
-        """Drops the open call, which was interrupted, as a notebook's cell may be."""
+    def forget_current(self) -> None:
+        """Forgets the open call, which was interrupted, as a notebook's cell may be."""
         self.current = None
 
     def forget_last(self) -> None:

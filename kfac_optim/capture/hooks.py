@@ -4,7 +4,7 @@ These methods change the state of a model call (``calls.py``)::
 
     _on_model_call_start   a watched module is entered: opens a call, unless one is open
     _on_model_call_end     the module that opened the call is left: the call has returned, or is dropped
-    forget, take           between two steps: drop an open call, which was interrupted; take forgets the last call
+    discard, take          between two steps: forget an open call, which was interrupted; take forgets the last call
 
 and these change the state of a micro-batch (``microbatch.py``)::
 
@@ -115,16 +115,16 @@ class Capture:
     def close(self) -> None:
         """Removes every hook and forgets what was captured."""
         self._recorder.prepare(enabled=False, fraction=1.0, grad_scaler=None)
-        self.forget()
+        self.discard()
         self._hooks.remove()
 
-    def forget(self) -> None:
-        """Forgets the micro-batches of this step, but not a forward pass that still awaits its backward pass."""
-        self._passes.forget()
+    def discard(self) -> None:
+        """Discards the micro-batches of this step, but not a forward pass that still awaits its backward pass."""
+        self._passes.discard()
         if self._sampling is not None:
             self._sampling.restart()
         if not in_backward():  # an interrupted call may have left these
-            self._calls.drop_current()
+            self._calls.forget_current()
             remove_taps()
 
     def take(self) -> TakenStatistics:
@@ -137,7 +137,7 @@ class Capture:
         self._calls.require_alone()
         self._passes.require_alone()
         statistics, hidden = self._passes.take(), self._passes.hidden
-        self.forget()
+        self.discard()
         self._compiled.finish_running_call()
         self._calls.forget_last()
         if hidden:

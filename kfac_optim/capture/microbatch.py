@@ -313,12 +313,12 @@ class BackwardPasses:
         self._batch = None
 
     def take(self) -> TakenStatistics:
-        """The statistics of the step that is being taken; :meth:`forget` has to follow."""
+        """The statistics of the step that is being taken; :meth:`discard` has to follow."""
         seen, transformed = self.model_seen and not self.transformed, self.transformed
         return TakenStatistics(self.statistics, self.to_caller, self._watch, transformed=transformed, model_seen=seen)
 
-    def forget(self) -> None:
-        """Forgets the micro-batches of this step; a backward pass that is running goes on."""
+    def discard(self) -> None:
+        """Discards the micro-batches of this step; a backward pass that is running goes on."""
         if self.statistics.terms or self.to_caller.terms:  # most steps collect none
             self.statistics, self.to_caller = StepStatistics(), StepStatistics()
         self.hidden, self.transformed, self.model_seen = set(), False, False

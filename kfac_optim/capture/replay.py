@@ -150,7 +150,7 @@ class Replay:
         self._hooks.remove()
 
     def discard(self) -> None:
-        """Forgets the calls of this step, except one that still awaits its backward pass."""
+        """Discards the calls of this step, except one that still awaits its backward pass."""
         self._calls = {}
         if not in_backward():
             self._depth, self._open = 0, None

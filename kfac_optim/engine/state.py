@@ -125,7 +125,7 @@ class StatefulEngine(BuiltEngine):
             if self.ranks.alone:  # several ranks do it together, in their next step
                 self._refresher.rebuild(self.step_count, self.trained.blocks, self.comm)
         self._sightings.note_lost()
-        self._capture.forget()
+        self._capture.discard()
         self._prepare_statistics()
 
     def state_dict(self) -> dict[str, Any]:

@@ -247,9 +247,9 @@ class CurvatureEngine(ViewedEngine):
         return taken
 
     def discard(self) -> None:
-        """Forgets what was captured since the last step, because ``zero_grad()`` is about to clear the gradients."""
+        """Discards what was captured since the last step, because ``zero_grad()`` is about to clear the gradients."""
         self._signs.note_clearing()
-        self._capture.forget()
+        self._capture.discard()
 
     # Parts of a step ------------------------------------------------------------------------------------------------
 
