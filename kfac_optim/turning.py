@@ -21,7 +21,7 @@ from .bases.state_keys import MOMENT
 from .common.rates import Scalar, moves, rate_of
 from .engine import CurvatureEngine
 from .stacks import Directions, Maker
-from .steering import Compared, Plan, alignments, brake_of, changes_at, compares_weights, shortened, stretches, turns
+from .steering import Compared, Plan, alignments, brake_of, changes_at, compares_weights, grafted, stretches, turns
 
 __all__ = ["Kind", "take_turned_step"]
 
@@ -98,7 +98,7 @@ def _turn_and_stretch(
     if not plan.learns:
         _subtract(_changes_of(covered, directions.laid_out(changes_at(directions.scaled, plan.trust))))
         return
-    of_stacks, trust = shortened(directions.scaled, plan.graft), plan.trust
+    of_stacks, trust = grafted(directions.scaled, plan.graft), plan.trust
     updates = {**base.moments, **base.other_updates}
     length = update_length(covered, list(updates.values()), lambda: directions.update_length(updates))
     brake = brake_of(length, plan.usual_length)

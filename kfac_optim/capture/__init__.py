@@ -33,7 +33,7 @@ from .fisher import Bernoulli, Categorical, Fisher, Gaussian
 from .hooks import Capture
 from .loss_terms import LossAverage, LossTerms
 from .replay import Part, RandomState, Replay, repeating
-from .signs import Signs
+from .signs import GameSigns
 from .statistics import StepMoments, TakenStatistics
 
 __all__ = [
@@ -47,7 +47,7 @@ __all__ = [
     "Part",
     "RandomState",
     "Replay",
-    "Signs",
+    "GameSigns",
     "StepMoments",
     "TakenStatistics",
     "repeating",

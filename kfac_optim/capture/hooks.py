@@ -39,7 +39,7 @@ from .hook_objects import FirstHook, Hook, Hooks
 from .loss_terms import LossTerms, main_tensor
 from .microbatch import BackwardPasses, Recorder, positions_of
 from .sampling import SampledBackward
-from .signs import Signs
+from .signs import GameSigns
 from .statistics import TakenStatistics
 from .weight_uses import WeightUses
 
@@ -68,7 +68,7 @@ class Capture:
         fisher: Fisher | None,
         dtype: torch.dtype,
         stage: Callable[[str], AbstractContextManager[None]],
-        signs: Signs,
+        signs: GameSigns,
     ) -> None:
         self.layers = list(layers)
         self.signs, self._loss_terms = signs, loss_terms

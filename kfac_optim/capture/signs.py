@@ -25,7 +25,7 @@ from ..layers import KroneckerLayer
 from .graphs import leaves_of, nodes_reached
 from .microbatch import BackwardPasses
 
-__all__ = ["FrozenPasses", "Leftover", "Signs"]
+__all__ = ["FrozenPasses", "Leftover", "GameSigns"]
 
 _NUMBERS = itertools.count(1)
 
@@ -94,7 +94,7 @@ class FrozenPasses:
             self.served.add(layer)
 
 
-class Signs:
+class GameSigns:
     """What was thrown away since the last step of an optimizer.
 
     Args:
@@ -160,4 +160,4 @@ class Signs:
     def __getstate__(self) -> dict[str, Any]:
         """The state to copy or pickle: hooks stay behind, and what was captured is lost."""
         captured, added = self.if_resumed
-        return vars(Signs(captured=captured, added=added))
+        return vars(GameSigns(captured=captured, added=added))

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..averages import Averaging
 from ..blocks import Block
-from ..capture import Capture, Fisher, LossTerms, Signs
+from ..capture import Capture, Fisher, GameSigns, LossTerms
 from ..common.counters import Counter, saved_values
 from ..common.machines import refuse_cuda_graphs
 from ..common.stopwatch import Stopwatch
@@ -64,7 +64,7 @@ class BuiltEngine(Config):
             sampled=self._sampled_fisher is not None,
         )
         self._refresher = Refresher(self.solver, self.inv_dtype, self._stopwatch)
-        self._signs = Signs()  # that networks train against each other, seen between steps
+        self._signs = GameSigns()  # that networks train against each other, seen between steps
         self._steering = Steering(self.ranks, self._signs)
         self._sightings = Sightings()
         self._find_layers()

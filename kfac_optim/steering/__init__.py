@@ -22,7 +22,7 @@ Where to look::
 
 from .brake import brake_of
 from .constraints import WeightWatch, compares_weights
-from .graft import shortened
+from .graft import grafted
 from .inner_products import Compared, alignments
 from .lessons import Lessons, Readings, lessons_of
 from .plan import Plan, Steering
@@ -41,8 +41,8 @@ __all__ = [
     "brake_of",
     "changes_at",
     "compares_weights",
+    "grafted",
     "lessons_of",
-    "shortened",
     "stretches",
     "turns",
 ]

@@ -24,7 +24,7 @@ from ..common.counters import Counted, counter, moved
 from ..common.flat_storage import elementwise
 from ..stacks import Direction, rates_followed, relative_lengths, scaled
 
-__all__ = ["GraftShare", "shortened"]
+__all__ = ["GraftShare", "grafted"]
 
 _ALL, _STEP = 100, 3  # in hundredths: the start value, which is the largest, and the change per step
 
@@ -48,10 +48,10 @@ class GraftShare(Counted):
         self.hundredths = _ALL if flat is None else moved(self.hundredths, flat, _ALL, fall=_STEP, rise=_STEP)
 
 
-def shortened(directions: Sequence[Direction], graft: float) -> Sequence[Direction]:
-    """Directions as long as the base's updates at a graft of 1, ``c gamma P m`` at 0 (see the top of the module).
+def grafted(directions: Sequence[Direction], graft: float) -> Sequence[Direction]:
+    """Directions as long as the base's updates at a graft of 1, and ``c gamma P m`` at 0 (see the top of the module).
 
-    The latter is the base's own step along the flattest components, and shorter along all others. Directions stay as
+    The latter are the base's own step along the flattest components, and shorter along all others. Directions stay as
     they are unless damping is relative to the largest eigenvalue.
     """
     if graft == 1 or not directions or directions[0].steepest is None:

@@ -27,7 +27,7 @@ from typing import Any
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..capture import Signs
+from ..capture import GameSigns
 from ..common.counters import Counted, Counter, counter
 from ..placement import Ranks
 
@@ -126,7 +126,7 @@ class Opposition(Counted, captured_lost=Counter(False, 1), added_lost=Counter(Fa
     since_lost: int = counter(0, _LATELY)
     alone_for: int = counter(0, _LATELY)
 
-    def __init__(self, ranks: Ranks, signs: Signs) -> None:
+    def __init__(self, ranks: Ranks, signs: GameSigns) -> None:
         super().__init__()
         self._ranks, self._signs = ranks, signs
         self._captured: bool | None = None  # whether captured gradients were thrown away before this step
@@ -134,7 +134,7 @@ class Opposition(Counted, captured_lost=Counter(False, 1), added_lost=Counter(Fa
         self._taken_if_alone = OPPONENTS.taken  # had nobody else taken a step since gradients were last thrown away
 
     def begin_step(self, step: int, *, collects: bool) -> None:
-        """Takes what :class:`~kfac_optim.capture.Signs` noted since the last step, even if this one changes nothing.
+        """Takes what :class:`~kfac_optim.capture.GameSigns` noted since the last step, even if this one changes nothing.
 
         Args:
             step: The number of earlier steps. Before the first step, a loss is often tried out and its gradients are

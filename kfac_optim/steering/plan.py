@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from ..blocks import Block
-from ..capture import Signs
+from ..capture import GameSigns
 from ..common.counters import Counted, Counter
 from ..damping import Damping, OfLargest
 from ..placement import Ranks
@@ -81,7 +81,7 @@ class Steering:
         for name, counter in part.COUNTERS.items()
     }
 
-    def __init__(self, ranks: Ranks, signs: Signs) -> None:
+    def __init__(self, ranks: Ranks, signs: GameSigns) -> None:
         self.trust, self.graft, self.brake = Trust(), GraftShare(), Brake()
         self.rate_history, self.opposition, self.watch = RateHistory(), Opposition(ranks, signs), WeightWatch()
         self._too_long: set[nn.Parameter] = set()

@@ -15,7 +15,7 @@ from kfac_optim.scaling import scaled_by
 from kfac_optim.stacks import algebra
 from kfac_optim.stacks.algebra import Direction, Steepest, at_largest, inners, norms, scaled
 from kfac_optim.steering.brake import brake_of
-from kfac_optim.steering.graft import shortened
+from kfac_optim.steering.graft import grafted
 from kfac_optim.steering.reach import stretches
 from kfac_optim.steering.trust import changes_at
 from tests.helpers.training import train
@@ -93,7 +93,7 @@ def test_a_shortened_direction_shortens_each_component(graft: float) -> None:
     flat = gamma / (eigenvalues + gamma) * m
     k = flat * (u.norm(dim=(1, 2)) / flat.norm(dim=(1, 2)))[:, None, None]
     steepest = ((largest + gamma[:, 0, 0]) / gamma[:, 0, 0]) * (flat.norm(dim=(1, 2)) / u.norm(dim=(1, 2)))
-    (found,) = shortened([Direction(k, m, u, 0.1, steepest=Steepest(steepest, 11.0))], graft)
+    (found,) = grafted([Direction(k, m, u, 0.1, steepest=Steepest(steepest, 11.0))], graft)
     shares = 0.5 * flat.norm(dim=(1, 2)) / u.norm(dim=(1, 2))
     torch.testing.assert_close(found.direction, k * (shares ** (1 - graft))[:, None, None], rtol=1e-12, atol=1e-12)
     if graft == 0:
@@ -107,7 +107,7 @@ def test_a_shortened_direction_shortens_each_component(graft: float) -> None:
 
 def test_directions_of_another_damping_are_not_shortened() -> None:
     d = direction(None)
-    assert shortened([d], 0.0)[0] is d and not shortened([], 0.0)
+    assert grafted([d], 0.0)[0] is d and not grafted([], 0.0)
 
 
 def test_a_step_is_brought_back_to_the_length_that_directions_have() -> None:
@@ -127,7 +127,7 @@ def test_the_rate_of_a_base_is_computed_once_in_a_step(monkeypatch: pytest.Monke
     k, m, u = torch.randn(3, 6, 3, 2, dtype=torch.float64)
     u = u + 3 * m
     d = Direction(k, m, u, 0.1, steepest=Steepest(torch.full((6,), 2.0, dtype=torch.float64), 11.0))
-    (shorter,) = shortened([d], 0.5)
+    (shorter,) = grafted([d], 0.5)
     (found,) = stretches([shorter])
     rate = (u * m).sum((1, 2)) / (m * m).sum((1, 2))
     torch.testing.assert_close(found, rate.clamp(min=0)[:, None, None] * (2 * k - m), rtol=1e-9, atol=1e-12)
