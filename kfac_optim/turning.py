@@ -161,16 +161,16 @@ def _can_repeat(engine: CurvatureEngine, plan: Plan, buckets: Sequence[Bucket]) 
     gradient, as with Adam at a first beta of 0, is never repeated. If nothing is recorded, only a step at trust 0 may
     repeat: it is then the base class's own.
     """
-    members = [*chain.from_iterable(buckets)]
-    turned = records.having(members, records.TURN)
-    others = {m.p for m in {*members}.difference(turned) if moves(m.group)}
+    turned = [some for bucket in buckets if (some := records.having(bucket, records.TURN))]
+    others = {m.p for m in set(chain.from_iterable(buckets)).difference(*turned) if moves(m.group)}
     if not turned or (others and not others.isdisjoint(engine.trained.weights_with_directions())):
         return False
-    own = plan.moment_decay > 0  # whether averages kept here are of many gradients
-    if not all(m.rule.averages_gradients(m.group) if m.has_first_moment else own for m in turned):
-        return False
+    for some in turned:
+        base, own = some[0].rule.averages_gradients(some[0].group), plan.moment_decay > 0
+        if [m for m in some if not (base if m.has_first_moment else own)]:
+            return False
     repeated = (records.CHANGE, records.STRETCH) if plan.stretches else (records.CHANGE,)
-    return plan.trust == 0 or any(records.having(turned, key) for key in repeated)
+    return plan.trust == 0 or any(records.having(some, key) for some in turned for key in repeated)
 
 
 def _repeat_change(plan: Plan, buckets: Sequence[Bucket], reaches: Mapping[nn.Parameter, float]) -> None:
