@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .common.checks import is_int, is_positive, require_number
 from .schedules import Schedule, value_at
-from .stacks import Direction, norms, ratios, scaled, update_norms
+from .stacks import Direction, Stacked, ratio
 
 __all__ = ["Graft", "KLClip", "Orthogonal", "Scaling", "Traits", "Unit", "scaled_by", "traits_of"]
 
@@ -75,23 +75,27 @@ def traits_of(scaling: Scaling | None) -> Traits:
     return replace(traits, stretch=False) if hasattr(scaling, "turned") else traits
 
 
-def scaled_by(scaling: Scaling | None, directions: Sequence[Direction], step: int) -> list[Direction]:
+def scaled_by(scaling: Scaling | None, directions: Stacked, step: int) -> Stacked:
     """The directions as a scaling makes them."""
-    if scaling is None:
-        return list(directions)
+    if scaling is None or not directions:
+        return directions
     turned = getattr(scaling, "turned", None)
-    directions = directions if turned is None else turned(directions)
+    if turned is not None:
+        matrices = [d.direction for d in turned(directions)]
+        turned_to = directions.directions.empty()
+        torch._foreach_copy_(turned_to.tensors, matrices)
+        directions = directions.replaced(turned_to, None)
     multipliers: object = scaling.multipliers(directions, step)
-    return scaled(directions, _checked(scaling, multipliers, directions))
+    return directions.times(_checked(scaling, multipliers, directions.directions.tensors))
 
 
-def _checked(scaling: Scaling, multipliers: object, directions: Sequence[Direction]) -> list[Tensor]:
-    """What a scaling has returned; raises ValueError unless it is one multiplier per stack."""
+def _checked(scaling: Scaling, multipliers: object, matrices: Sequence[Tensor]) -> Tensor:
+    """What a scaling has returned, for each pair; raises ValueError unless it is one multiplier per stack."""
     given = multipliers if isinstance(multipliers, list | tuple) else [multipliers]
-    tensors, pairs = [m for m in given if isinstance(m, Tensor)], [(len(d.direction),) for d in directions]
+    tensors, pairs = [m for m in given if isinstance(m, Tensor)], [(len(matrix),) for matrix in matrices]
     if len(given) == len(tensors) == len(pairs):
         if all(m.shape in ((), of) for m, of in zip(tensors, pairs, strict=True)):
-            return tensors
+            return torch.cat([m.to(matrices[0]).expand(of) for m, of in zip(tensors, pairs, strict=True)])
     shown = [f"tensor of shape {tuple(m.shape)}" if isinstance(m, Tensor) else m for m in given]
     raise ValueError(
         f"scaling={scaling!r}: multipliers() has returned {shown}: must be one tensor for each stack of layers, either "
@@ -127,8 +131,6 @@ class KLClip:
         """See :class:`Scaling`."""
         kappa = value_at(self.kappa, step)
         require_number(f"kappa at step {step}", kappa, "> 0 and finite", is_positive, owner="KLClip")
-        if not directions:
-            return []
         # The absolute value may be taken of a stack's sum: <P m, m> >= 0 for each of its layers, up to rounding.
         products = [(d.direction * d.gradient * (d.lr * d.lr)).sum().abs() for d in directions]
         total = torch.stack([product.to(products[0]) for product in products]).sum()
@@ -150,15 +152,16 @@ class Unit:
 
     def multipliers(self, directions: Sequence[Direction], step: int) -> list[Tensor]:
         """See :class:`Scaling`."""
-        return ratios([self.target(d) for d in directions], norms(directions, [d.direction for d in directions]))
+        matrices, targets = Stacked.of(directions).directions, torch.cat([self.target(d) for d in directions])
+        return matrices.split(ratio(targets, matrices.norms()))
 
     @staticmethod
     def target(d: Direction) -> Tensor:
         """The norm that a direction is brought to, ``[p]``."""
         p, d_out, d_in = d.direction.shape
-        if d.layer_of_pair is None:
+        if d.groups is None:
             return d.direction.new_full((p,), (min(d_out, d_in) * max(1.0, d_out / d_in)) ** 0.5)
-        return d.over_layers(d.direction.new_ones(p)).sqrt()
+        return d.groups.over_groups(d.direction.new_ones(p)).sqrt()
 
 
 # Of the iteration s -> a s + b s^3 + c s^5 on singular values, which takes those of 0.03 to above 0.7 in three steps
@@ -191,14 +194,13 @@ class Orthogonal(Unit):
 
     def turned(self, directions: Sequence[Direction]) -> list[Direction]:
         """The stacks with directions whose singular values are closer together."""
-        turned = [self._turned(d) if d.layer_of_pair is None else d.direction for d in directions]
-        return [replace(d, direction=matrix, steepest=None) for d, matrix in zip(directions, turned, strict=True)]
+        return [replace(d, direction=self._turned(d)) if d.groups is None else d for d in directions]
 
     def _turned(self, d: Direction) -> Tensor:
         matrix = d.direction
         wide = matrix.shape[1] <= matrix.shape[2]
         # Not a division by the norm: a direction may be zero.
-        x = matrix * ratios([matrix.new_ones(len(matrix))], [d.norm(matrix)])[0].view(-1, 1, 1)
+        x = matrix * ratio(matrix.new_ones(len(matrix)), d.norm(matrix)).view(-1, 1, 1)
         for done in range(0, self.iterations, _AT_ONCE):
             by = _newton_schulz(x @ x.mT if wide else x.mT @ x, min(_AT_ONCE, self.iterations - done))
             x = by @ x if wide else x @ by
@@ -252,4 +254,5 @@ class Graft:
 
     def multipliers(self, directions: Sequence[Direction], step: int) -> list[Tensor]:
         """See :class:`Scaling`."""
-        return ratios(update_norms(directions), norms(directions, [d.direction for d in directions]))
+        of = Stacked.of(directions)
+        return of.directions.split(ratio(of.update_norms, of.directions.norms()))

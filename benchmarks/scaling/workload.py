@@ -21,7 +21,7 @@ from kfac_optim.factors import FactorSpec
 from kfac_optim.layers import KroneckerLayer
 from kfac_optim.scaling import KLClip
 from kfac_optim.solvers import EigenSolver
-from kfac_optim.stacks.algebra import Direction
+from kfac_optim.stacks import Direction
 
 FLOAT = 4  # bytes of the numbers that are sent and stored unless said otherwise
 

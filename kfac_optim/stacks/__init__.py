@@ -5,49 +5,34 @@ Where to look::
     stack.py            which layers form a stack, and their decompositions side by side
     tiles.py            block-diagonal factors, tile by tile
     layout.py           where the parameters of the layers lie in the matrices of a stack
-    algebra.py          norms, inner products and multiples of stacked matrices
+    pairs.py            norms and inner products of Kronecker pairs, and which are scaled together
+    matrices.py         the matrices of all stacks and their algebra, in two forms: for CPUs and for accelerators
+    stacked.py          the directions of a step, with all that a scaling knows about the layers
+    solver.py           applies the decompositions of all stacks to the vectors of a step
     directions.py       the vectors of a step, and its directions by parameter
 """
 
-from .algebra import (
-    Direction,
-    Steepest,
-    at_largest,
-    cosines,
-    keep_zeros_,
-    norms,
-    rates_followed,
-    ratios,
-    relative_lengths,
-    scaled,
-    update_norms,
-)
 from .directions import Directions, Maker, StepVectors, by_parameter
-from .layout import fill_all
-from .stack import Stack, layer_of_pair, stack_key, stacks_of
-from .tiles import Tile, precondition
+from .matrices import Matrices
+from .pairs import Groups, cosines, ratio
+from .solver import StackSolver
+from .stack import Stack, stack_key, stacks_of
+from .stacked import Direction, Stacked, Steepest
 
 __all__ = [
     "Direction",
     "Directions",
     "Maker",
+    "Matrices",
     "Stack",
+    "StackSolver",
+    "Stacked",
     "Steepest",
     "StepVectors",
-    "Tile",
-    "at_largest",
+    "Groups",
     "by_parameter",
     "cosines",
-    "fill_all",
-    "keep_zeros_",
-    "layer_of_pair",
-    "norms",
-    "precondition",
-    "rates_followed",
-    "ratios",
-    "relative_lengths",
-    "scaled",
+    "ratio",
     "stack_key",
     "stacks_of",
-    "update_norms",
 ]

@@ -10,16 +10,16 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from ..common.flat_storage import flat_view
 from ..common.rates import Scalar
 from ..distributed import ShardExchange, any_sharded, gathered, sharded_like
-from .algebra import Direction, length_of_updates
 from .layout import Layout, Part
+from .matrices import Matrices
+from .stacked import Stacked
 
 __all__ = ["Directions", "Maker", "StepVectors", "by_parameter"]
 
-# Makes the matrices of all stacks, one tensor for each, if possible in the given ones.
-Maker = Callable[[Sequence[Tensor] | None], Sequence[Tensor]]
+# Makes the matrices of all stacks, in the given ones if there are any.
+Maker = Callable[[Matrices | None], Matrices]
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ class Directions:
 
     Attributes:
         layouts: For each stack of layers of one shape, where the parameters lie in its matrices.
-        scaled: The scaled direction of each stack, with all that a scaling knows about the layers.
+        scaled: The scaled directions, with all that a scaling knows about the layers.
         vectors: What was preconditioned, by parameter; the layers' other parameters take no part in the step.
         dtype: The dtype of all matrices.
         exchange: Sends back the directions of layers whose shards went to only some ranks; None: there are none.
     """
 
     layouts: Sequence[Layout]
-    scaled: Sequence[Direction]
+    scaled: Stacked
     vectors: Mapping[nn.Parameter, Tensor]
     dtype: torch.dtype
     exchange: ShardExchange | None = None
@@ -85,11 +85,10 @@ class Directions:
         covered = set[nn.Parameter]().union(*(layout.parameters for layout in self.layouts))
         if self._has_shards or not covered.issuperset(updates):
             return None
-        whole = flat_view([d.update for d in self.scaled])
-        return length_of_updates(self.scaled) if whole is None else torch.linalg.vector_norm(whole)
+        return self.scaled.update_length
 
     def laid_out(
-        self, matrices: Sequence[Tensor], elsewhere: Mapping[nn.Parameter, Tensor] | None = None
+        self, matrices: Matrices, elsewhere: Mapping[nn.Parameter, Tensor] | None = None
     ) -> dict[nn.Parameter, Tensor]:
         """Each parameter's part of matrices of the stacks' shapes, laid out as the parameter is.
 
@@ -100,7 +99,7 @@ class Directions:
             elsewhere: The values of parameters in slices that no layer covers; None: 0.
         """
         whole: dict[nn.Parameter, Tensor] = {}
-        for layout, of_stack in zip(self.layouts, matrices, strict=True):
+        for layout, of_stack in zip(self.layouts, matrices.tensors, strict=True):
             _assemble(whole, layout.read(of_stack, self.vectors), elsewhere)
         if not self._has_shards:
             return whole
@@ -114,20 +113,14 @@ class Directions:
             makers: By name, a function that makes the matrices of all stacks. If the stacks share one storage, it is
                 given matrices to fill, so that few operations read all sets.
         """
-        storage = self.scaled[0].storage if self.scaled else None
-        if storage is None or self._has_shards:
+        rooms = [None] if self._has_shards else self.scaled.updates.rooms(len(makers))
+        if None in rooms:
             return {name: self.laid_out(make(None)) for name, make in makers.items()}
-        rooms = storage.several(len(makers), self.dtype)
-        made = []
-        for make, room in zip(makers.values(), rooms, strict=True):
-            given = make(room)
-            if given[0] is not room[0]:  # the maker did not use the room
-                torch._foreach_copy_(room, list(given))
-            made.append(room)
+        made = [make(room).tensors for make, room in zip(makers.values(), rooms, strict=True)]
         found: list[dict[nn.Parameter, Tensor]] = [{} for _ in makers]
         # A view in the state of one parameter keeps all matrices in memory, so it is used only if most can be views.
         viewable = sum(layout.viewable_numel for layout in self.layouts)
-        copies = 2 * viewable < sum(math.prod(shape) for shape in storage.shapes)
+        copies = 2 * viewable < sum(math.prod(layout.shape) for layout in self.layouts)
         for layout, *wholes in zip(self.layouts, *made, strict=True):
             several = layout.read_several(wholes, self.vectors, copies=copies)
             for result, parts in zip(found, several, strict=True):
@@ -153,7 +146,7 @@ def by_parameter(directions: Directions, vectors: Mapping[nn.Parameter, Tensor])
 
     A collective, like :meth:`Directions.laid_out`.
     """
-    found = directions.laid_out([d.direction for d in directions.scaled], vectors)
+    found = directions.laid_out(directions.scaled.directions, vectors)
     return {p: _laid_out_as(vectors[p], direction) for p, direction in found.items()}
 
 

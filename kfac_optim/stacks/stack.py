@@ -11,16 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from ..blocks import Block
-from ..common.flat_storage import are_adjacent, sharing
+from ..common.flat_storage import are_adjacent
 from ..common.grouping import grouped_by_key
 from ..common.machines import is_asynchronous, machine_of
 from ..damping import Damping, kind_of
 from ..layers import KroneckerLayer
 from ..solvers import Shifting
 from .layout import Layout
+from .matrices import sharing
+from .pairs import Groups
 from .tiles import Tile, tiles_of
 
-__all__ = ["Stack", "layer_of_pair", "stack_key", "stack_of", "stacks_of"]
+__all__ = ["Stack", "stack_key", "stack_of", "stacks_of"]
 
 # The most numbers in the gradients and decompositions of a stack, which are copied to lie side by side (64 MiB in
 # float32; 1 GiB on accelerators, where launches count). Larger stacks gain nothing on a CPU. On accelerators each stack
@@ -37,8 +39,7 @@ class Stack:
         tiles: The tiles of the stack's matrices, each with the decompositions of one block of A and one of G; empty if
             only other ranks precondition these layers.
         damping_unit: What gamma is a multiple of, for each pair, ``[p]``.
-        layer_of_pair: See :class:`~kfac_optim.stacks.algebra.Direction`.
-        pairs_per_layer: Likewise.
+        groups: Which pairs are scaled together; None: each is scaled on its own.
         relevant: A damping, and the tiles with the parts of their decompositions that matter at it; None: not computed.
         layout: Where the parameters lie in the stack's matrices.
         singles: Stacks of a single block, for steps in which other layers of the stack have no vector.
@@ -47,8 +48,7 @@ class Stack:
     blocks: list[Block]
     tiles: list[Tile]
     damping_unit: Tensor
-    layer_of_pair: Tensor | None
-    pairs_per_layer: Tensor | None
+    groups: Groups | None
     relevant: tuple[float, list[Tile]] | None = None
     layout: Layout = field(init=False)
     singles: dict[Block, Stack] = field(default_factory=dict)
@@ -66,11 +66,6 @@ class Stack:
     def pair_counts(self) -> list[int]:
         """The number of pairs of each layer."""
         return [block.layer.pairs for block in self.blocks]
-
-    @property
-    def groups(self) -> list[int]:
-        """The number of pairs in each group of pairs that are scaled together."""
-        return [1] * sum(self.pair_counts) if self.layer_of_pair is None else self.pair_counts
 
     @property
     def current_tiles(self) -> list[Tile]:
@@ -133,35 +128,26 @@ def stack_of(blocks: list[Block], damping: Damping, *, views: bool = False) -> S
 
     ``views``: leaves those of a single block where they are, even if that is a part of a larger storage.
     """
-    together: tuple[Tensor | None, Tensor | None] = (None, None)
+    groups = None
     if blocks[0].layer.pairs_share_scale:
-        pairs = torch.tensor([block.layer.pairs for block in blocks], device="cpu")
-        together = layer_of_pair(blocks), pairs.to(blocks[0].layer.weight.device, non_blocking=True)
+        groups = Groups.of([block.layer.pairs for block in blocks], blocks[0].layer.weight.device)
     damping_unit = _cat([block.damping_unit(damping) for block in blocks])
     decomposed = [block.decomposed for block in blocks if block.decomposed is not None]
     if not decomposed:
-        return Stack(blocks, [], damping_unit, *together)
+        return Stack(blocks, [], damping_unit, groups)
     if views:
-        return Stack(blocks, tiles_of(decomposed[0], blocks[0].specs), damping_unit, *together)
+        return Stack(blocks, tiles_of(decomposed[0], blocks[0].specs), damping_unit, groups)
     whole = [tuple(_cat(parts) for parts in zip(*side, strict=True)) for side in zip(*decomposed, strict=True)]
     sizes = ([block.specs[side].matrices for block in blocks] for side in range(2))
     parts = [zip(*(part.split(n) for part in side), strict=True) for side, n in zip(whole, sizes, strict=True)]
     for block, in_a, in_g in zip(blocks, *parts, strict=True):
         block.share_storage((in_a, in_g))
-    return Stack(blocks, tiles_of((whole[0], whole[1]), blocks[0].specs), damping_unit, *together)
+    return Stack(blocks, tiles_of((whole[0], whole[1]), blocks[0].specs), damping_unit, groups)
 
 
 def stack_key(known: Sequence[Block], damping: Damping) -> Any:
     """A key that changes when the stacks must be rebuilt: kind of damping and versions of the decompositions."""
     return kind_of(damping), [(block, block.version) for block in known]
-
-
-def layer_of_pair(blocks: Sequence[Block]) -> Tensor:
-    """For each pair of some blocks, the number of the block that it belongs to, ``[p]``."""
-    pairs = torch.tensor([block.layer.pairs for block in blocks], device="cpu")
-    # Repeated on the CPU, because torch would wait for a device to know the length of the result.
-    numbers = torch.arange(len(blocks), device="cpu").repeat_interleave(pairs)
-    return numbers.to(blocks[0].layer.weight.device, non_blocking=True)
 
 
 def _cat(tensors: Sequence[Tensor]) -> Tensor:

@@ -18,11 +18,8 @@ that grows with the gradient, as SGD's momentum does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ..common.counters import Counted, counter, moved
-from ..common.flat_storage import elementwise
-from ..stacks import Direction, rates_followed, relative_lengths, scaled
+from ..stacks import Stacked
 
 __all__ = ["GraftShare", "grafted"]
 
@@ -48,15 +45,16 @@ class GraftShare(Counted):
         self.hundredths = _ALL if flat is None else moved(self.hundredths, flat, _ALL, fall=_STEP, rise=_STEP)
 
 
-def grafted(directions: Sequence[Direction], graft: float) -> Sequence[Direction]:
+def grafted(directions: Stacked, graft: float) -> Stacked:
     """Directions as long as the base's updates at a graft of 1, and ``c gamma P m`` at 0 (see the top of the module).
 
     The latter are the base's own step along the flattest components, and shorter along all others. Directions stay as
     they are unless damping is relative to the largest eigenvalue.
     """
-    if graft == 1 or not directions or directions[0].steepest is None:
+    steepest = directions.steepest
+    if graft == 1 or steepest is None:
         return directions
-    lengths = relative_lengths(directions)
-    if any(d.update is not d.gradient for d in directions):  # otherwise u = m, and c is 1
-        lengths = elementwise("mul", lengths, rates_followed(directions))
-    return scaled(directions, elementwise("pow", lengths, 1 - graft))
+    lengths = steepest.factors / steepest.contrast  # |gamma P m| / |u|
+    if directions.updates is not directions.gradients:  # otherwise u = m, and c is 1
+        lengths = lengths * directions.rates_followed
+    return directions.times(lengths ** (1 - graft))

@@ -33,12 +33,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence, Set
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..blocks import Block
 from ..common.counters import Counted, counter
-from ..common.flat_storage import elementwise, scale_pairs
-from ..stacks import Direction, at_largest, rates_followed
+from ..stacks import Matrices, Stacked
 
 __all__ = ["LEAST", "RateHistory", "learn_reaches", "lower_reaches", "stretches"]
 
@@ -115,15 +114,14 @@ def _moved(reach: float, slope: float) -> float:
     return max(LEAST, reach / (_GROWTH * fall))
 
 
-def stretches(directions: Sequence[Direction], out: Sequence[Tensor] | None = None) -> Sequence[Tensor]:
-    """The stretch of each stack, ``[p, d_out, d_in]``; none unless damping is relative to the largest eigenvalue."""
-    if not directions or directions[0].steepest is None:
-        return []
-    found = at_largest(directions, out)
-    elementwise("sub_", found, [d.gradient for d in directions])
-    followed = [i for i, d in enumerate(directions) if d.update is not d.gradient]
-    if followed:
-        changed = [found[i] for i in followed]
-        rates = rates_followed([directions[i] for i in followed])
-        scale_pairs(changed, rates, directions[0].storage, out=changed)
-    return found
+def stretches(directions: Stacked, out: Matrices | None = None) -> Matrices:
+    """The stretch; damping has to be relative to the largest eigenvalue.
+
+    ``out``: see :class:`~kfac_optim.stacks.matrices.Matrices`.
+    """
+    assert directions.steepest is not None
+    found = directions.directions.times(directions.steepest.factors, out)  # (L + gamma) P m
+    found = found.minus(directions.gradients, out=found)
+    if directions.updates is directions.gradients:
+        return found
+    return found.times(directions.rates_followed, out=found)

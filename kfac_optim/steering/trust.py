@@ -28,13 +28,10 @@ K-FAC's direction is learned as well (:mod:`~.graft`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from ..common.counters import Counted, counter, moved
-from ..common.flat_storage import Tensors, elementwise, scale_pairs
-from ..stacks import Direction, norms, ratios, update_norms
+from ..stacks import Matrices, Stacked, ratio
 
 __all__ = ["Trust", "changes_at", "turns"]
 
@@ -103,44 +100,39 @@ class Trust(Counted):
         self.memory = moved(self.memory, average, _LONGEST)
 
 
-def turns(directions: Sequence[Direction], out: Sequence[Tensor] | None = None) -> Tensors:
-    """``k - u`` of each stack of layers, ``[p, d_out, d_in]``; ``out``: see :func:`~.flat_storage.elementwise`."""
-    return elementwise("sub", [d.direction for d in directions], [d.update for d in directions], out=out)
+def turns(directions: Stacked, out: Matrices | None = None) -> Matrices:
+    """``k - u``; ``out``: see :class:`~kfac_optim.stacks.matrices.Matrices`."""
+    return directions.directions.minus(directions.updates, out)
 
 
 def changes_at(
-    directions: Sequence[Direction],
+    directions: Stacked,
     trust: float,
     brake: Tensor | float | None = None,
     graft: float = 1.0,
-    out: Sequence[Tensor] | None = None,
-) -> Tensors:
-    """The step of each stack minus u, ``[p, d_out, d_in]``; the step is u, turned towards k by the share ``trust``.
+    out: Matrices | None = None,
+) -> Matrices:
+    """The step minus u; the step is u, turned towards k by the share ``trust``.
 
     A mixture of two directions is shorter than either, so the step is brought back to the length of u, as far as
     ``graft`` says. At a trust of 1, unbraked, the result is that of :func:`turns`.
 
     Args:
-        directions: The stacks.
+        directions: The directions.
         trust: In [0, 1].
         brake: The result of :func:`~kfac_optim.steering.brake.brake_of`.
         graft: The graft that k was shortened with, in [0, 1]; 1: k is as long as u (:mod:`~.graft`).
-        out: See :func:`~kfac_optim.common.flat_storage.elementwise`.
+        out: See :class:`~kfac_optim.stacks.matrices.Matrices`.
     """
-    if not directions:
-        return []
-    if trust == 1 and brake is None:
+    if not directions or (trust == 1 and brake is None):
         return turns(directions, out)
-    updates, towards = [d.update for d in directions], [d.direction for d in directions]
-    steps = elementwise("lerp", updates, towards, trust, out=out)
+    updates = directions.updates
+    steps = updates.lerp(directions.directions, trust, out)
     if trust < 1 and graft > 0:
-        lengths = ratios(update_norms(directions), norms(directions, steps))
-        lengths = lengths if graft == 1 else elementwise("pow", lengths, graft)
-        scale_pairs(steps, lengths, directions[0].storage, out=steps)
+        lengths = ratio(directions.update_norms, steps.norms())
+        steps = steps.times(lengths if graft == 1 else lengths**graft, out=steps)
     if brake is not None:
-        brake = brake.to(steps[0].dtype) if isinstance(brake, Tensor) else brake
-        share = trust * brake + (1 - trust)  # of the length of u: see the equation of the brake
-        for device in {step.device for step in steps}:
-            by = share.to(device) if isinstance(share, Tensor) else share
-            elementwise("mul_", [step for step in steps if step.device == device], by)
-    return elementwise("sub_", steps, updates)
+        brake = brake.to(steps.tensors[0].dtype) if isinstance(brake, Tensor) else brake
+        # The share of the length of u: see the equation of the brake.
+        steps = steps.times(trust * brake + (1 - trust), out=steps)
+    return steps.minus(updates, out=steps)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,42 +9,56 @@ import torch
 from torch import Tensor
 
 from kfac_optim import KFACSGD, Graft, Orthogonal, Unit
-from kfac_optim.common.flat_storage import FlatStorage
 from kfac_optim.scaling import scaled_by
-from kfac_optim.stacks import algebra
-from kfac_optim.stacks.algebra import Direction, Steepest, at_largest, inners, norms, scaled
+from kfac_optim.stacks import Direction, Groups, Matrices, Stacked, Steepest
+from kfac_optim.stacks.matrices import FlatStorage
 from kfac_optim.steering.brake import brake_of
 from kfac_optim.steering.graft import grafted
 from kfac_optim.steering.reach import stretches
 from kfac_optim.steering.trust import changes_at
 from tests.helpers.training import train
 
+CPU = torch.device("cpu")
+
 
 def direction(layers: list[int] | None, shape: tuple[int, ...] = (3, 2)) -> Direction:
     """A stack of 6 pairs; of norm layers with so many pairs each."""
     k, u = torch.randn(2, 6, *shape, dtype=torch.float64)
-    if layers is None:
-        return Direction(k, u, u, 0.1)
-    pairs = torch.tensor(layers)
-    return Direction(k, u, u, 0.1, torch.arange(len(layers)).repeat_interleave(pairs), pairs)
+    return Direction(k, u, u, 0.1, None if layers is None else Groups.of(layers, CPU))
+
+
+def stacked(k: Tensor, m: Tensor, u: Tensor, steepest: Steepest | None = None, groups: Groups | None = None) -> Stacked:
+    """A single stack."""
+    gradients, updates = Matrices([m], [groups]), Matrices([u], [groups])
+    return Stacked(Matrices([k], [groups]), gradients, gradients if u is m else updates, [0.1], steepest)
 
 
 def test_norms_and_products_of_matrices_side_by_side_are_those_of_stacks() -> None:
     """Pair by pair, and layer by layer where the pairs of a layer are scaled together."""
     stacks = [direction(None, (4, 4)), direction(None, (2, 12)), direction([4, 2], (2, 2)), direction(None, (5, 3))]
-    shapes, groups = [(6, *d.update.shape[1:]) for d in stacks], [[1] * 6, [1] * 6, [4, 2], [1] * 6]
-    storage = FlatStorage(shapes, groups, torch.device("cpu"))
-    assert (storage.scaled, storage.summed, storage.row) == (2, 3, {2: 8, 3: 8})
+    shapes, groups = [(6, *d.update.shape[1:]) for d in stacks], [d.groups for d in stacks]
+    storage = FlatStorage(shapes, groups, CPU)
+    assert (storage.scaled, storage.summed) == (2, 3)
+    assert storage.scaled_shape == (30, 1, 8) and storage.summed_shape == (33, 1, 8)
     beside, others = storage.several(2, torch.float64)
-    for copy, other, d in zip(beside, others, stacks, strict=True):
-        copy.copy_(d.update)
-        other.copy_(d.direction)
-    flat = [replace(d, storage=storage) for d in stacks]
+    apart = Stacked.of(stacks)
+    for flat, matrices in ((beside, apart.updates), (others, apart.directions)):
+        torch._foreach_copy_(flat.tensors, matrices.tensors)
     for found, expected in (
-        (norms(flat, beside), [d.norm(d.update) for d in stacks]),
-        (inners(flat, beside, others), [d.inner(d.update, d.direction) for d in stacks]),
+        (beside.norms(), [d.norm(d.update) for d in stacks]),
+        (beside.inners(others), [d.inner(d.update, d.direction) for d in stacks]),
+        (apart.updates.norms(), [d.norm(d.update) for d in stacks]),
+        (apart.updates.inners(apart.directions), [d.inner(d.update, d.direction) for d in stacks]),
     ):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+        torch.testing.assert_close(found, torch.cat(expected), rtol=1e-12, atol=0)
+    lengths = [matrices.length(matrices.norms()) for matrices in (beside, apart.updates)]
+    whole = torch.cat([d.update.flatten() for d in stacks]).norm()
+    torch.testing.assert_close(lengths, [whole] * 2, rtol=1e-12, atol=0)
+
+
+def as_long_as_update(d: Direction) -> Stacked:
+    """A direction as long as the update."""
+    return scaled_by(Graft(), Stacked.of([d]), 0)
 
 
 def test_the_norm_of_an_update_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,21 +67,19 @@ def test_the_norm_of_an_update_is_taken_once(monkeypatch: pytest.MonkeyPatch) ->
     matrix_norm = torch.linalg.matrix_norm
     monkeypatch.setattr(torch.linalg, "matrix_norm", lambda x: (taken.append(x), matrix_norm(x))[1])
     d = direction([2, 4])
-    (multiplier,) = Graft().multipliers([d], 0)
-    (longer,) = scaled([d], [multiplier])
-    (change,) = changes_at([longer], 0.3)
+    longer = as_long_as_update(d)
+    (change,) = changes_at(longer, 0.3).tensors
     assert [x is d.update for x in taken] == [True, False, False]
-    torch.testing.assert_close(longer.norm(d.update + change), d.norm(d.update), rtol=1e-12, atol=0)
+    torch.testing.assert_close(d.norm(d.update + change), d.norm(d.update), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("trust", [0.3, 1.0])
 @pytest.mark.parametrize("factor", [0.25, torch.tensor(0.25)], ids=["cpu", "device"])
 def test_a_brake_shortens_what_trust_gives_to_the_direction(trust: float, factor: float | torch.Tensor) -> None:
     d = direction([2, 4])
-    (multiplier,) = Graft().multipliers([d], 0)
-    (longer,) = scaled([d], [multiplier])
-    (free,) = changes_at([longer], trust)
-    (braked,) = changes_at([longer], trust, factor)
+    longer = as_long_as_update(d)
+    (free,) = changes_at(longer, trust).tensors
+    (braked,) = changes_at(longer, trust, factor).tensors
     step = (1 - trust + 0.25 * trust) * (d.update + free)
     torch.testing.assert_close(d.update + braked, step, rtol=1e-12, atol=1e-12)
 
@@ -93,21 +104,23 @@ def test_a_shortened_direction_shortens_each_component(graft: float) -> None:
     flat = gamma / (eigenvalues + gamma) * m
     k = flat * (u.norm(dim=(1, 2)) / flat.norm(dim=(1, 2)))[:, None, None]
     steepest = ((largest + gamma[:, 0, 0]) / gamma[:, 0, 0]) * (flat.norm(dim=(1, 2)) / u.norm(dim=(1, 2)))
-    (found,) = grafted([Direction(k, m, u, 0.1, steepest=Steepest(steepest, 11.0))], graft)
+    found = grafted(stacked(k, m, u, Steepest(steepest, 11.0)), graft)
+    (direction,) = found.directions.tensors
     shares = 0.5 * flat.norm(dim=(1, 2)) / u.norm(dim=(1, 2))
-    torch.testing.assert_close(found.direction, k * (shares ** (1 - graft))[:, None, None], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(direction, k * (shares ** (1 - graft))[:, None, None], rtol=1e-12, atol=1e-12)
     if graft == 0:
-        torch.testing.assert_close(found.direction, 0.5 * flat, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(found.direction[3], u[3], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(direction, 0.5 * flat, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(direction[3], u[3], rtol=1e-12, atol=1e-12)
     elif graft == 1:
-        assert found.direction is k
-    (whole,) = at_largest([found])  # what the stretch begins with
+        assert direction is k
+    assert found.steepest is not None
+    (whole,) = found.directions.times(found.steepest.factors).tensors  # what the stretch begins with
     torch.testing.assert_close(whole, flat * 11.0, rtol=1e-12, atol=1e-12)
 
 
-def test_directions_of_another_damping_are_not_shortened() -> None:
-    d = direction(None)
-    assert grafted([d], 0.0)[0] is d and not grafted([], 0.0)
+def test_directions_of_another_damping_are_not_grafted() -> None:
+    of = Stacked.of([direction(None)])
+    assert grafted(of, 0.0) is of and not grafted(Stacked.of([]), 0.0)
 
 
 def test_a_step_is_brought_back_to_the_length_that_directions_have() -> None:
@@ -115,7 +128,7 @@ def test_a_step_is_brought_back_to_the_length_that_directions_have() -> None:
     d = direction([2, 4])
     mixture = torch.lerp(d.update, d.direction, 0.3)
     for graft in (0.0, 0.4, 1.0):
-        (change,) = changes_at([d], 0.3, graft=graft)
+        (change,) = changes_at(Stacked.of([d]), 0.3, graft=graft).tensors
         longer = (d.norm(d.update) / d.norm(mixture)) ** graft
         torch.testing.assert_close(d.update + change, mixture * longer[:, None, None], rtol=1e-12, atol=1e-12)
 
@@ -123,12 +136,12 @@ def test_a_step_is_brought_back_to_the_length_that_directions_have() -> None:
 def test_the_rate_of_a_base_is_computed_once_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """To shorten the direction, and not again for the stretch."""
     taken: list[int] = []
-    monkeypatch.setattr(algebra, "inners", lambda *given: (taken.append(1), inners(*given))[1])
+    inners = Matrices.inners
+    monkeypatch.setattr(Matrices, "inners", lambda *given: (taken.append(1), inners(*given))[1])
     k, m, u = torch.randn(3, 6, 3, 2, dtype=torch.float64)
     u = u + 3 * m
-    d = Direction(k, m, u, 0.1, steepest=Steepest(torch.full((6,), 2.0, dtype=torch.float64), 11.0))
-    (shorter,) = grafted([d], 0.5)
-    (found,) = stretches([shorter])
+    shorter = grafted(stacked(k, m, u, Steepest(torch.full((6,), 2.0, dtype=torch.float64), 11.0)), 0.5)
+    (found,) = stretches(shorter).tensors
     rate = (u * m).sum((1, 2)) / (m * m).sum((1, 2))
     torch.testing.assert_close(found, rate.clamp(min=0)[:, None, None] * (2 * k - m), rtol=1e-9, atol=1e-12)
     assert taken == [1]
@@ -140,7 +153,7 @@ def test_orthogonal_moves_singular_values_alone(iterations: int) -> None:
     wide, zero = torch.randn(4, 3, 7, dtype=torch.float64), torch.zeros(1, 3, 7, dtype=torch.float64)
     for matrices in (torch.cat([wide, zero]), torch.cat([wide, zero]).mT):
         d = Direction(matrices, matrices, matrices, 0.1)
-        (found,) = scaled_by(Orthogonal(iterations), [d], 0)
+        (found,) = scaled_by(Orthogonal(iterations), Stacked.of([d]), 0)
         u, s, v = torch.linalg.svd(wide if matrices.shape[1] == 3 else wide.mT, full_matrices=False)
         s = s / s.norm(dim=1, keepdim=True)
         for _ in range(iterations):
@@ -166,7 +179,7 @@ def test_what_changes_directions_is_not_stretched() -> None:
 def test_orthogonal_leaves_norm_layers_alone() -> None:
     """Their pairs are channels, 2 x 2 blocks that say nothing of one another."""
     d = direction([2, 4])
-    (unit,), (found,) = scaled_by(Unit(), [d], 0), scaled_by(Orthogonal(), [d], 0)
+    (unit,), (found,) = (scaled_by(scaling, Stacked.of([d]), 0) for scaling in (Unit(), Orthogonal()))
     torch.testing.assert_close(found.direction, unit.direction, rtol=0, atol=0)
 
 
@@ -178,6 +191,6 @@ def test_what_are_no_multipliers_is_refused_by_name(returned: Any) -> None:
         def multipliers(self, directions: Any, step: int) -> Any:
             return returned
 
-    d = direction(None)
+    of = Stacked.of([direction(None)])
     with pytest.raises(ValueError, match=r"Own.*multipliers\(\) has returned \[.*must be one tensor.*\[\(6,\)\]"):
-        scaled_by(Own(), [d], 0)
+        scaled_by(Own(), of, 0)

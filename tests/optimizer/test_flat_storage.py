@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from kfac_optim import KFACLAMB, KFACSGD, EigenSolver, Graft, KFACAdam, KFACAdamW, OfLargest, OfMean
 from kfac_optim.bases.records import STRETCH, TURN
 from kfac_optim.common import machines
-from kfac_optim.common.flat_storage import FlatStorage, elementwise, flat_view, scale_pairs
 from kfac_optim.solvers.joint import JointEigen
+from kfac_optim.stacks.matrices import FlatMatrices, FlatStorage, Matrices
 from tests.helpers.compare import assert_near
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -115,20 +115,24 @@ def test_a_view_does_not_keep_the_matrices_of_all_stacks(bias: bool, monkeypatch
 def test_factors_of_pairs_reach_the_rows_of_their_matrices(alone: list[tuple[int, int, int]]) -> None:
     """Of stacks that stand alone, too: of many pairs, and of matrices that no whole number of rows fills."""
     shapes = [(2, 8, 3), (3, 4, 4), *alone]
-    side = FlatStorage(shapes, [[1] * p for p, _, _ in shapes], torch.device("cpu"))
-    assert side.scaled == 2 and side.row[2] == 8
-    matrices, others = side.empty(torch.float64), side.empty(torch.float64)
-    for matrix in (*matrices, *others):
-        matrix.normal_()
-    assert side.fits(matrices)
-    assert not side.fits(matrices[:3])
-    assert not side.fits([matrix.clone() for matrix in matrices])
-    factors = [torch.randn(() if p == 1 else (p,)) for p, *_ in shapes]
-    expected = scale_pairs([matrix.clone() for matrix in matrices], factors)
-    torch.testing.assert_close(scale_pairs(matrices, factors, side), expected, rtol=0, atol=0)
-    assert flat_view(elementwise("sub", matrices, others)) is not None, "side by side again"
-    scale_pairs(matrices, factors, side, out=matrices)
-    torch.testing.assert_close(list(matrices), expected, rtol=0, atol=0)
+    side = FlatStorage(shapes, [None] * len(shapes), torch.device("cpu"))
+    assert side.scaled == 2 and side.scaled_shape == (12, 1, 8)
+    matrices, others = side.several(2, torch.float64)
+    for flat in (matrices, others):
+        flat.whole.normal_()
+    apart, beside = (Matrices([tensor.clone() for tensor in of.tensors], side.groups) for of in (matrices, others))
+    factors = torch.randn(sum(p for p, *_ in shapes))
+    for found, expected in (
+        (matrices.times(factors), apart.times(factors)),
+        (matrices.times(0.5), apart.times(0.5)),
+        (matrices.minus(others), apart.minus(beside)),
+        (matrices.lerp(others, 0.3), apart.lerp(beside, 0.3)),
+        (matrices.minus(others, out=matrices.empty()), apart.minus(beside)),
+        (matrices.times(factors, out=matrices), apart.times(factors, out=apart)),
+    ):
+        assert isinstance(found, FlatMatrices)
+        torch.testing.assert_close(found.tensors, expected.tensors, rtol=0, atol=0)
+    assert found is matrices and expected is apart, "in place"
 
 
 def assert_same_where_launches_count(

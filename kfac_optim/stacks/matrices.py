@@ -1,0 +1,223 @@
+"""The matrices of all stacks of a step, in two forms: stack by stack on a CPU, side by side where launches cost much.
+
+On an accelerator the time of a step on a small batch is bound by kernel launches. There the matrices share one storage
+(:class:`FlatMatrices`): an operation takes them as one vector or, where it is by pair, as rows that each belong to one
+pair. On the CPU a launch costs little, and long vectors do not fit the cache. So each stack's matrices have their own
+storage, and operations loop over stacks (:class:`Matrices`).
+
+What belongs to pairs, like norms and multipliers, is one vector ``[pairs]`` in both forms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..common.flat_storage import split_flat
+from ..common.machines import is_asynchronous
+from .pairs import Groups, group_of_each, inner, norm
+
+__all__ = ["FlatMatrices", "FlatStorage", "Matrices", "sharing"]
+
+_FEW_PAIRS = 64  # stacks of more pairs (grouped convolutions) are multiplied by their factors in a kernel of their own
+_LEAST_ROW = 8  # numbers that share a factor; with shorter rows, the factors of all rows would take too much memory
+
+
+class Matrices:
+    """The matrices of several stacks, each with storage of its own.
+
+    Where a method takes ``out``, the result is written there and returned: to the matrices themselves, or to what
+    :meth:`rooms` has given; None: it is new.
+
+    Args:
+        tensors: Those of each stack, ``[p, d_out, d_in]``.
+        groups: For each stack, which of its pairs are scaled together; None: each is scaled on its own.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], groups: Sequence[Groups | None]) -> None:
+        self.tensors, self.groups = list(tensors), groups
+        # What operations loop over: those by number, those that multiply by factors, and those that sum up.
+        self.parts = self.scaled = self.summed = self.tensors
+        self.groups_of_summed = groups
+
+    def empty(self) -> Matrices:
+        """Uninitialised matrices like these."""
+        return Matrices([torch.empty_like(tensor) for tensor in self.tensors], self.groups)
+
+    def rooms(self, n: int) -> Sequence[Matrices | None]:
+        """``n`` sets of uninitialised matrices in one storage; None for each where matrices do not share one."""
+        return [None] * n
+
+    def split(self, of_pairs: Tensor) -> list[Tensor]:
+        """The parts ``[p]`` of a vector ``[pairs]`` that belong to each stack."""
+        return list(of_pairs.split_with_sizes([len(tensor) for tensor in self.tensors]))
+
+    def minus(self, others: Matrices, out: Matrices | None = None) -> Matrices:
+        """The difference."""
+        return self._elementwise("sub", others, out=out)
+
+    def lerp(self, others: Matrices, weight: float, out: Matrices | None = None) -> Matrices:
+        """The mixture ``(1 - weight) self + weight others``."""
+        return self._elementwise("lerp", others, weight, out=out)
+
+    def times(self, by: Tensor | float, out: Matrices | None = None) -> Matrices:
+        """The product with the factor of each pair, ``[pairs]``, or with one factor, a number or 0-dim."""
+        result = self.empty() if out is None else out
+        factors = self._factors(by) if isinstance(by, Tensor) and by.dim() else [by] * len(self.scaled)
+        for part, factor, to in zip(self.scaled, factors, result.scaled, strict=True):
+            torch.mul(part, factor.to(part.device) if isinstance(factor, Tensor) else factor, out=to)
+        return result
+
+    def norms(self) -> Tensor:
+        """The Frobenius norm of each pair's matrix, over all pairs scaled with it, ``[pairs]``."""
+        return _joined(list(map(norm, self.summed, self.groups_of_summed)))
+
+    def inners(self, others: Matrices) -> Tensor:
+        """The inner product of each pair's matrix with another, over all pairs scaled with it, ``[pairs]``."""
+        return _joined(list(map(inner, self.summed, others.summed, self.groups_of_summed)))
+
+    def length(self, norms: Tensor) -> Tensor:
+        """The norm of all matrices together, 0-dim, given their :meth:`norms`."""
+        of_stacks = list(zip(self.tensors, self.groups, self.split(norms), strict=True))
+        of_pairs = [norms for _, groups, norms in of_stacks if groups is None]
+        of_norm_layers = [torch.linalg.vector_norm(m).view(1) for m, groups, _ in of_stacks if groups is not None]
+        return torch.linalg.vector_norm(_joined(of_pairs + of_norm_layers))
+
+    def keep_zeros_(self, vectors: Matrices) -> None:
+        """Sets entries to zero, in place, where ``vectors`` have zeros."""
+        for matrix, vector in zip(self.parts, vectors.parts, strict=True):
+            if is_asynchronous(matrix.device):
+                matrix.masked_fill_(vector == 0, 0.0)
+            elif float(vector.abs().amin()) == 0:  # most vectors have no zeros
+                # ``ne`` writes numbers, not bools, because torch's loops over bools take several times as long.
+                matrix.mul_(torch.ne(vector, 0, out=torch.empty_like(vector)))
+
+    def _factors(self, by: Tensor) -> list[Tensor]:
+        """The factors ``[pairs]`` of pairs, as ``scaled`` is multiplied by them."""
+        return [part.view(-1, 1, 1) for part in self.split(by)]
+
+    def _elementwise(self, operation: str, others: Matrices, *numbers: float, out: Matrices | None) -> Matrices:
+        if not self.tensors:
+            return self
+        if out is None:
+            found = getattr(torch, f"_foreach_{operation}")(self.tensors, others.tensors, *numbers)
+            return Matrices(found, self.groups)
+        getattr(torch, f"_foreach_{operation}_")(self.tensors, others.tensors, *numbers)
+        return self
+
+
+class FlatStorage:
+    """How the matrices ``[p, d_out, d_in]`` of some stacks lie in one storage.
+
+    The first stacks are multiplied by their factors in one kernel, and the first ones, some more, have their norms
+    computed in one. There consecutive numbers form rows, all of one length, which belong to one group of pairs each.
+
+    Args:
+        shapes: The shape of each stack's matrices. They have to be sorted by :func:`sharing`, because only the first
+            stacks, up to one that shares less, can share kernels.
+        groups: For each stack, which of its pairs are scaled together.
+        device: The device of the matrices.
+    """
+
+    def __init__(
+        self, shapes: Sequence[tuple[int, int, int]], groups: Sequence[Groups | None], device: torch.device
+    ) -> None:
+        self.shapes, self.groups, self.device = list(shapes), list(groups), device
+        kinds = list(map(sharing, shapes, groups))
+        self.scaled, self.summed = (
+            next((i for i, kind in enumerate(kinds) if kind > most), len(kinds)) for most in range(2)
+        )
+        pairs = [_pairs_of_groups(*of_stack) for of_stack in zip(shapes, groups, strict=True)]
+
+        def rows(stacks: int) -> tuple[tuple[int, int, int], list[int]]:
+            """The first stacks as matrices of one row each, and the number of these in each group."""
+            of_stacks = zip(pairs[:stacks], shapes, strict=False)
+            numels = [n * d_out * d_in for of_stack, (_, d_out, d_in) in of_stacks for n in of_stack]
+            row = math.gcd(*numels) or 1
+            return (sum(numels) // row, 1, row), [numel // row for numel in numels]
+
+        self.scaled_shape, counts = rows(self.scaled)
+        self.pair_of_row = group_of_each(counts).to(device, non_blocking=True)
+        self.summed_shape, counts = rows(self.summed)
+        self.groups_of_rows = Groups.of(counts, device, sum(pairs[: self.summed], []))
+
+    def several(self, n: int, dtype: torch.dtype) -> list[FlatMatrices]:
+        """``n`` uninitialised sets of matrices, all in one storage."""
+        whole = torch.empty((n, sum(map(math.prod, self.shapes))), dtype=dtype, device=self.device)
+        return [FlatMatrices(part, self) for part in whole]
+
+
+class FlatMatrices(Matrices):
+    """The matrices of several stacks in one storage.
+
+    Args:
+        whole: All of them, one after the other, as one vector.
+        storage: How they lie there.
+    """
+
+    def __init__(self, whole: Tensor, storage: FlatStorage) -> None:
+        super().__init__(split_flat(whole, storage.shapes), storage.groups)
+        self.whole, self.storage, self.parts = whole, storage, [whole]
+        if n := storage.scaled:
+            self.scaled = [self._in_rows(storage.scaled_shape), *self.tensors[n:]]
+        if n := storage.summed:
+            self.summed = [self._in_rows(storage.summed_shape), *self.tensors[n:]]
+            self.groups_of_summed = [storage.groups_of_rows, *self.groups[n:]]
+
+    def _in_rows(self, shape: tuple[int, int, int]) -> Tensor:
+        return self.whole.as_strided(shape, (shape[2], shape[2], 1), self.whole.storage_offset())
+
+    def empty(self) -> Matrices:
+        """See :class:`Matrices`."""
+        return self.storage.several(1, self.whole.dtype)[0]
+
+    def rooms(self, n: int) -> Sequence[Matrices | None]:
+        """See :class:`Matrices`."""
+        return self.storage.several(n, self.whole.dtype)
+
+    def length(self, norms: Tensor) -> Tensor:
+        """See :class:`Matrices`."""
+        return torch.linalg.vector_norm(self.whole)
+
+    def _factors(self, by: Tensor) -> list[Tensor]:
+        n = self.storage.scaled
+        shared = [by.index_select(0, self.storage.pair_of_row).view(-1, 1, 1)] if n else []
+        return shared + super()._factors(by)[n:]
+
+    def _elementwise(self, operation: str, others: Matrices, *numbers: float, out: Matrices | None) -> Matrices:
+        result = self.empty() if out is None else out
+        getattr(torch, operation)(self.whole, *others.parts, *numbers, out=result.parts[0])
+        return result
+
+
+def sharing(shape: tuple[int, int, int], groups: Groups | None) -> int:
+    """How far a stack shares kernels with other stacks, which decides its place in one storage.
+
+    Args:
+        shape: The shape of the stack's matrices, ``[p, d_out, d_in]``.
+        groups: Which of its pairs are scaled together.
+
+    Returns:
+        0 if the stack shares the kernels that multiply by factors and those that compute norms; 1 if it shares only
+        those for norms, by group; 2 if it shares neither, because its numbers do not divide into rows.
+    """
+    p, d_out, d_in = shape
+    counts = _pairs_of_groups(shape, groups)
+    if any(pairs * d_out * d_in % _LEAST_ROW for pairs in counts):
+        return 2
+    return 0 if len(counts) == p <= _FEW_PAIRS else 1
+
+
+def _pairs_of_groups(shape: tuple[int, int, int], groups: Groups | None) -> list[int]:
+    """The number of pairs in each group of pairs that are scaled together."""
+    return [1] * shape[0] if groups is None else groups.counts
+
+
+def _joined(vectors: Sequence[Tensor]) -> Tensor:
+    """Vectors of stacks as one vector, on the device of the first."""
+    if len(vectors) == 1:
+        return vectors[0]
+    return torch.cat([v.to(vectors[0].device) for v in vectors]) if vectors else torch.empty(0, device="cpu")

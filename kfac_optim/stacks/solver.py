@@ -1,0 +1,161 @@
+"""Applies decompositions to the vectors of a step (eqs. 8 and 11-13), to equal shapes at once.
+
+Where launches count, the eigen solver preconditions all stacks together (``JointEigen``); their matrices then lie side
+by side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+
+import torch
+from torch import Tensor, nn
+
+from ..common.machines import is_asynchronous
+from ..common.rates import Scalar, common_rate
+from ..solvers import EigenSolver, Solver, damps_factors
+from ..solvers.joint import JointEigen
+from .directions import StepVectors
+from .layout import fill_all
+from .matrices import FlatStorage, Matrices
+from .stack import Stack
+from .stacked import Stacked, Steepest
+from .tiles import Tile, precondition
+
+__all__ = ["StackSolver"]
+
+_MOST_NUMEL = 2**30  # numbers that are put side by side; some operations take no more than 2^31
+
+
+class StackSolver:
+    """A solver that preconditions all stacks of a step.
+
+    Args:
+        solver: Made the decompositions, and applies them.
+        dtype: The dtype of the vectors.
+    """
+
+    def __init__(self, solver: Solver, dtype: torch.dtype) -> None:
+        self.solver, self.dtype = solver, dtype
+        self._eigen = solver if isinstance(solver, EigenSolver) else None  # whose eqs. 11-13 are also applied in part
+        self._storage: FlatStorage | None = None
+        self._joint: tuple[list[list[Tile]], JointEigen] | None = None  # with the tiles that it was made of
+
+    def clear(self) -> None:
+        """Lets go of all decompositions."""
+        self._joint = None
+
+    def select(self, stacks: Sequence[Stack], value: float) -> None:
+        """Selects the parts of the decompositions that matter at a damping of ``value`` units.
+
+        Only when the damping has crossed a quarter octave (rounding down makes a resumed run decide alike), or the
+        decompositions are new. What decides is read from the device once for all stacks.
+        """
+        solver = self._eigen
+        if solver is None or not solver.negligible:
+            return
+        floor = 2 ** (math.floor(4 * math.log2(value)) / 4)
+        old = [s for s in stacks if s.tiles and (s.relevant is None or s.relevant[0] != floor)]
+        given = [(*t.decomposed, (floor * s.damping_unit).to(self.dtype)) for s in old for t in s.tiles]
+        counts = [solver.count_relevant(*of_tile) for of_tile in given]
+        found = iter(torch.cat([count.to(counts[0].device) for count in counts]).tolist() if counts else ())
+        lengths = [len(count) for count in counts]
+        parts = (solver.relevant(*t, list(islice(found, n))) for t, n in zip(given, lengths, strict=True))
+        for stack in old:
+            stack.note_relevant(floor, [replace(tile, decomposed=next(parts)) for tile in stack.tiles])
+
+    def precondition(
+        self, stacks: Sequence[Stack], vectors: StepVectors, value: float, contrast: float | None, *, any_length: bool
+    ) -> Stacked:
+        """The directions of the stacks, not yet scaled.
+
+        Args:
+            stacks: Those that have a vector.
+            vectors: What to precondition.
+            value: gamma, in units of the damping.
+            contrast: See :class:`~kfac_optim.stacks.stacked.Steepest`; None: damping is not relative to the largest
+                eigenvalue.
+            any_length: Whether the directions may be gamma times as long, which saves launches.
+        """
+        joint = self._joint_of(stacks)
+        gradients = self._filled(stacks, vectors.given)
+        gammas: list[Tensor] = []  # none if directions are gamma times as long
+        if stacks and (joint is None or not any_length):
+            gammas = list(torch._foreach_mul([stack.damping_unit for stack in stacks], value))
+        of_dtype = [gamma.to(self.dtype) for gamma in gammas]
+        if joint is None:
+            of_stacks = zip(stacks, gradients.tensors, of_dtype, strict=True)
+            directions = Matrices([self._applied(*of_stack) for of_stack in of_stacks], gradients.groups)
+        else:
+            directions = gradients.empty()
+            joint.precondition(gradients.tensors, value, directions.tensors)
+            if gammas:
+                directions.times(torch.cat(of_dtype).reciprocal(), out=directions)
+        alike = all(vectors.are_alike(stack.layout.parameters) for stack in stacks)
+        updates = gradients if alike else self._filled(stacks, vectors.updates)
+        steepest = None if contrast is None else Steepest(self._largest(stacks, gammas, contrast), contrast)
+        return Stacked(directions, gradients, updates, [self._rate(stack, vectors) for stack in stacks], steepest)
+
+    def _filled(self, stacks: Sequence[Stack], vectors: Mapping[nn.Parameter, Tensor]) -> Matrices:
+        """The matrices of vectors by parameter, side by side if the stacks are preconditioned together."""
+        if self._storage is None:
+            filled = [stack.layout.fill(vectors, self.dtype) for stack in stacks]
+            return Matrices(filled, [stack.groups for stack in stacks])
+        (flat,) = self._storage.several(1, self.dtype)
+        fill_all([stack.layout for stack in stacks], vectors, flat.tensors)
+        return flat
+
+    def _applied(self, stack: Stack, gradient: Tensor, gamma: Tensor) -> Tensor:
+        """The preconditioned matrices of a stack; a buffer for them if a gradient worker will send them."""
+        tiles = stack.current_tiles
+        return precondition(self.solver, gradient, tiles, gamma) if tiles else torch.empty_like(gradient)
+
+    def _largest(self, stacks: Sequence[Stack], gammas: Sequence[Tensor], contrast: float) -> Tensor:
+        """``L + gamma`` of each pair, ``[pairs]``, divided by gamma if there are no ``gammas``."""
+        if not gammas:
+            pairs = sum(len(stack.damping_unit) for stack in stacks)
+            device = stacks[0].layout.device if stacks else "cpu"
+            return torch.full((pairs,), contrast, dtype=self.dtype, device=device)
+        if damps_factors(self.solver):
+            found = [stack.largest_damped(self.solver) for stack in stacks]
+        else:
+            found = list(torch._foreach_add([stack.damping_unit for stack in stacks], list(gammas)))
+        return torch.cat([largest.to(gammas[0].device, self.dtype) for largest in found])
+
+    def _joint_of(self, stacks: Sequence[Stack]) -> JointEigen | None:
+        """The decompositions of all stacks together, where launches count; then their matrices lie side by side."""
+        tiles = [stack.current_tiles for stack in stacks]
+        if self._eigen is None or not self._can_join(stacks, tiles):
+            self._storage = self._joint = None
+            return None
+        if self._storage is None or self._joint is None or list(map(id, self._joint[0])) != list(map(id, tiles)):
+            shapes, groups = [stack.layout.shape for stack in stacks], [stack.groups for stack in stacks]
+            known, device = self._storage, stacks[0].layout.device
+            if known is None or (known.shapes, known.groups, known.device) != (shapes, groups, device):
+                self._storage = FlatStorage(shapes, groups, device)
+            units = [stack.damping_unit.to(self.dtype) for stack in stacks]
+            self._joint = tiles, JointEigen([of_stack[0].decomposed for of_stack in tiles], units)
+        return self._joint[1]
+
+    def _can_join(self, stacks: Sequence[Stack], tiles: Sequence[Sequence[Tile]]) -> bool:
+        """Whether launches count, and the stacks are few numbers of one device and type, of one tile each."""
+        devices = {stack.layout.device for stack in stacks}
+        if len(stacks) < 2 or len(devices) > 1 or not is_asynchronous(*devices):
+            return False
+        if sum(math.prod(stack.layout.shape) for stack in stacks) > _MOST_NUMEL or any(len(of) != 1 for of in tiles):
+            return False
+        return all(part.dtype == self.dtype for (tile,) in tiles for side in tile.decomposed for part in side)
+
+    def _rate(self, stack: Stack, vectors: StepVectors) -> Scalar:
+        """The learning rate of a stack; where weights and biases have different ones a tensor of the stack's shape."""
+        lr, given = vectors.lr, vectors.given
+        if not isinstance(lr, Mapping):
+            return lr
+        moved = [p for layer in stack.layers for p in layer.parameters if p in given]
+        rate = common_rate([lr[p] for p in moved])
+        if rate is None:
+            return stack.layout.fill({p: torch.ones_like(given[p]) * lr[p] for p in moved}, self.dtype)
+        return rate

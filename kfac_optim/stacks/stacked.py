@@ -1,0 +1,131 @@
+"""The directions of a step, with all that a scaling knows about the layers: together, and stack by stack."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from .matrices import Matrices
+from .pairs import Groups, inner, norm, ratio
+
+__all__ = ["Direction", "Stacked", "Steepest"]
+
+
+@dataclass(frozen=True)
+class Steepest:
+    """The factors that turn a scaled direction into ``(L + gamma) P m``.
+
+    Attributes:
+        factors: ``(L + gamma) / s``, ``[pairs]``, where L is the largest eigenvalue of ``A (x) G`` and s the product of
+            all scales that the direction has been multiplied by since eqs. 11-13. If the solver damps A and G apart,
+            the product of their largest damped eigenvalues takes the place of ``L + gamma``.
+        contrast: ``(L + gamma) / gamma``: how many times more the steepest components are damped than the flattest.
+    """
+
+    factors: Tensor
+    contrast: float
+
+
+@dataclass(frozen=True)
+class Direction:
+    """What a scaling knows about a stack of layers of one shape.
+
+    Attributes:
+        direction: The preconditioned matrices, ``[p, d_out, d_in]`` (bias as the last column).
+        gradient: The matrices that were preconditioned (gradients or first moments), of the same shape.
+        update: The base optimizer's own update from them, per unit of the learning rate, of the same shape.
+        lr: The learning rate: a number, or a tensor that broadcasts to that shape if weights and biases have different
+            rates.
+        groups: For norm layers, whose pairs (channels) are scaled together: which pairs belong to one layer. None:
+            every pair is scaled on its own.
+    """
+
+    direction: Tensor
+    gradient: Tensor
+    update: Tensor
+    lr: Tensor | float
+    groups: Groups | None = None
+
+    def inner(self, one: Tensor, other: Tensor) -> Tensor:
+        """For each pair, the inner product of two matrices over all pairs scaled with it, ``[p]``."""
+        return inner(one, other, self.groups)
+
+    def norm(self, matrix: Tensor) -> Tensor:
+        """For each pair, the Frobenius norm of ``matrix [p, d_out, d_in]`` over all pairs scaled with it, ``[p]``."""
+        return norm(matrix, self.groups)
+
+
+class Stacked(Sequence[Direction]):
+    """The directions of a step. As a sequence it has a :class:`Direction` for each stack.
+
+    Args:
+        directions: The preconditioned matrices ``P m``.
+        gradients: The matrices m that were preconditioned (gradients or first moments).
+        updates: The base optimizer's own updates u from them, per unit of the learning rate; the same object as
+            ``gradients`` if each update is what was preconditioned.
+        lr: The learning rate of each stack; see :class:`Direction`.
+        steepest: Relates the directions to their unscaled form; None if damping is not relative to the largest
+            eigenvalue.
+    """
+
+    def __init__(
+        self,
+        directions: Matrices,
+        gradients: Matrices,
+        updates: Matrices,
+        lr: Sequence[Tensor | float],
+        steepest: Steepest | None = None,
+    ) -> None:
+        self.directions, self.gradients, self.updates = directions, gradients, updates
+        self.lr, self.steepest = lr, steepest
+
+    @classmethod
+    def of(cls, given: Sequence[Direction]) -> Stacked:
+        """The given ones if they are those of a step, else those of the given stacks."""
+        if isinstance(given, Stacked):
+            return given
+        groups = [d.groups for d in given]
+        k, m, u = (Matrices([getattr(d, name) for d in given], groups) for name in ("direction", "gradient", "update"))
+        return cls(k, m, u, [d.lr for d in given])
+
+    def __len__(self) -> int:
+        return len(self.directions.tensors)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        k, m, u = (of.tensors[index] for of in (self.directions, self.gradients, self.updates))
+        return Direction(k, m, u, self.lr[index], self.directions.groups[index])
+
+    def replaced(self, directions: Matrices, steepest: Steepest | None) -> Stacked:
+        """Others with the same gradients and updates, and with what is known of these."""
+        found = copy(self)
+        found.directions, found.steepest = directions, steepest
+        return found
+
+    def times(self, multipliers: Tensor) -> Stacked:
+        """The directions, each pair's multiplied by its multiplier, ``[pairs]``."""
+        of = self.steepest
+        known = None if of is None else Steepest(ratio(of.factors, multipliers), of.contrast)
+        return self.replaced(self.directions.times(multipliers), known)
+
+    @cached_property
+    def update_norms(self) -> Tensor:
+        """The norm of each pair's update, ``[pairs]``."""
+        return self.updates.norms()
+
+    @cached_property
+    def rates_followed(self) -> Tensor:
+        """The rate ``<u, m> / <m, m>``, at least 0, at which the base's update u follows m, ``[pairs]``."""
+        lengths = self.gradients.norms()
+        return ratio(self.updates.inners(self.gradients), lengths * lengths).clamp_min(0)
+
+    @property
+    def update_length(self) -> Tensor:
+        """The norm of the base optimizer's updates of all layers together, 0-dim."""
+        return self.updates.length(self.update_norms)
