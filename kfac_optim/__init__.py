@@ -17,6 +17,7 @@ In the paper's order (``precondition="gradient"``), the base class steps on prec
 
 from .capture import Bernoulli, Categorical, Fisher, Gaussian
 from .damping import Damping, OfLargest, OfMean
+from .diagnostics import memory_estimate
 from .distributed import (
     KAISA,
     Assignment,
@@ -30,7 +31,7 @@ from .distributed import (
     LocalCommunicator,
     TorchCommunicator,
 )
-from .engine import CurvatureEngine, memory_estimate
+from .engine import CurvatureEngine
 from .layers import Declined, KroneckerLayer, LayerOptions, register_layer
 from .optimizers import KFACLAMB, KFACSGD, KFACAdam, KFACAdamW, KFACMixin
 from .scaling import Graft, KLClip, Orthogonal, Scaling, Unit

@@ -213,9 +213,9 @@ class Config:
             super().__setattr__(name, value)
             return
         if constructed and field.metadata["fixed"]:
-            changeable = ", ".join(_CHANGEABLE)
             raise AttributeError(
-                f"{name} is fixed at construction: build a new optimizer. During training you can set {changeable}"
+                f"{name} is fixed at construction: build a new optimizer. During training you can set "
+                + ", ".join(_CHANGEABLE)
             )
         before = self.__dict__.get(name)
         super().__setattr__(name, field.metadata["check"](name, value))
@@ -228,6 +228,11 @@ class Config:
 
     def _end_construction(self) -> None:
         self.__dict__["_constructed"] = True
+
+    def load(self, counters: Mapping[str, Any]) -> None:
+        """Sets what ``loaded_options`` finds among saved counters."""
+        for name, value in loaded_options(self, counters).items():
+            setattr(self, name, value)
 
     def _option_changed(self) -> None:
         """Called after an option was set during training; if it raises an error, the option gets its old value back."""

@@ -24,6 +24,7 @@ from .config import refuse_in_groups, refuse_unknown, signature
 from .damping import OfLargest
 from .distributed import derived_from_by_horovod, join_hook, notify_join_context, register_joinable, share_gradients
 from .engine import CurvatureEngine
+from .saved_state import engine as engine_state
 from .saved_state import saved_parts, with_checksums
 from .schedules import forgetting, growing, inverse_time_decay
 from .solvers import EigenSolver
@@ -125,10 +126,10 @@ class KFACMixin(_Optimizer):
         else:
             trained = self._parameters()
             engine = CurvatureEngine(trained if model is None else model, trained, **_DEFAULTS | curvature)
-        engine.belong_to(self)
+        engine.stages.belong_to(self)
         self.curvature = engine
         if self.state:  # filled by Adagrad; torch.distributed.checkpoint then takes it to be complete
-            engine.make_room(engine.trained.blocks)
+            engine.stages.make_room(engine.stages.blocks)
             self._show_averages()
         self._show_counters()
 
@@ -154,32 +155,33 @@ class KFACMixin(_Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if notify_join_context(self):
-            share_gradients(self.curvature.comm, self._parameters(), exhausted=False)
+            share_gradients(self.curvature.stages.comm, self._parameters(), exhausted=False)
         self._take_step(closure)
         return loss
 
     @_disable_dynamo  # a graph break where a whole training step is compiled
     def _take_step(self, closure: Callable[[], Any] | None = None) -> None:
-        engine = self.curvature
+        engine, stages = self.curvature, self.curvature.stages
         try:
-            engine.follow(self._parameters())
+            stages.follow(self._parameters())
             with self._averages_handed_over():
                 buckets = buckets_of(self)
                 gradients, lrs = gradients_of(buckets), [rate_of(group) for group in self.param_groups]
-                lessons = None if engine.closed or engine.is_opposed else lessons_of(self, buckets, engine.watch)
+                idle, watch = stages.closed or stages.is_opposed, stages.steering.watch
+                lessons = None if idle else lessons_of(self, buckets, watch)
                 if engine.update(list(gradients.values()), lrs, lessons):
                     self._update_weights(buckets, closure)
                     engine.advance(gradients)
         except BaseException:  # after Ctrl-C or out of memory, the entries may be those of half a step
             records.forget(self, records.OF_STEP)
-            engine.recover()
+            stages.recover()
             raise
 
     def _update_weights(self, buckets: Sequence[Bucket], closure: Callable[[], Any] | None) -> None:
         """Updates the weights; ``closure``: what evaluates the loss, if the loop has one."""
-        if self.precondition == "gradient" or self.curvature.closed:
+        if self.precondition == "gradient" or self.curvature.stages.closed:
             records.forget(self, records.RECORDED)
-            self.curvature.watch.note(())
+            self.curvature.stages.steering.watch.note(())
             self._precondition_gradients(gradients_of(buckets))
         else:
             take_turned_step(self, self.curvature, buckets, self._base_step, self._rates())
@@ -228,7 +230,7 @@ class KFACMixin(_Optimizer):
 
     @torch.no_grad()
     def _step_along(self) -> None:
-        share_gradients(self.curvature.comm, self._parameters(), exhausted=True)
+        share_gradients(self.curvature.stages.comm, self._parameters(), exhausted=True)
         self._take_step()
 
     @property
@@ -239,7 +241,7 @@ class KFACMixin(_Optimizer):
     @property
     def join_process_group(self) -> Any:
         """The process group that ``Join`` communicates in."""
-        return self.curvature.comm.group
+        return self.curvature.stages.comm.group
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -271,19 +273,19 @@ class KFACMixin(_Optimizer):
     def _averages_handed_over(self) -> Iterator[None]:
         """Hands the averages to the engine for a ``with`` block, and then shows them in the state, even on errors."""
         try:
-            self.curvature.adopt_states(take_out(self, AVERAGES))
+            engine_state.adopt_states(self.curvature.stages, take_out(self, AVERAGES))
             yield
         finally:
             self._show_averages()
 
     def _show_averages(self) -> None:
         stepped = set(map(id, self._parameters()))  # a parameter's hash takes time
-        for block in self.curvature.trained.blocks:
+        for block in self.curvature.stages.blocks:
             if block.state and id(block.layer.weight) in stepped:  # torch saves the state of no other parameters
                 self.state[block.layer.weight].setdefault(AVERAGES, block.state)
 
     def _show_counters(self) -> None:
-        counters = {PREFIX + name: value for name, value in self.curvature.counters().items()}
+        counters = {PREFIX + name: value for name, value in engine_state.counters_of(self.curvature.stages).items()}
         for group in self.param_groups:
             for name in [name for name in group if name.startswith(PREFIX) and name not in counters]:
                 del group[name]
@@ -307,7 +309,7 @@ class KFACMixin(_Optimizer):
         stays sharded: for FSDP2, use ``torch.distributed.checkpoint``.
         """
         with self._averages_handed_over():
-            whole = self.curvature.whole_states()
+            whole = engine_state.whole_states(self.curvature)
         self._show_counters()
         state_dict: dict[str, Any] = super().state_dict()
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
@@ -317,9 +319,9 @@ class KFACMixin(_Optimizer):
         return self._in_saved_form(state_dict)
 
     def _in_saved_form(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        engine = self.curvature
-        turned = engine.trained.covered() if engine.plan().learns and not engine.closed else ()
-        return with_checksums(records.saved_form(state_dict, self, turned, engine.watch.norms()))
+        stages = self.curvature.stages
+        turned = stages.trained.covered() if stages.plan().learns and not stages.closed else ()
+        return with_checksums(records.saved_form(state_dict, self, turned, stages.steering.watch.norms()))
 
     @torch.inference_mode(False)  # tensors made in inference mode could not be changed in place later
     @torch.no_grad()
@@ -330,15 +332,15 @@ class KFACMixin(_Optimizer):
             ValueError: If the state is damaged, of another model or of another base class; then nothing is changed.
             RuntimeError: If the parameters are no longer the model's, as in :meth:`step`.
         """
-        checked: list[tuple[Any, Any]] = []
+        stages, checked = self.curvature.stages, list[tuple[Any, Any]]()
 
         def check(_: Any, given: dict[str, Any]) -> None:
             saved, counters, without = saved_parts(self, given, self._base_function())
             if saved or counters:
-                self.curvature.check(saved, counters, without)
+                engine_state.check_saved(stages, saved, counters, without)
             checked.append((saved, counters))
 
-        self.curvature.follow(self._parameters())  # a framework may have set the groups of the resumed run
+        stages.follow(self._parameters())  # a framework may have set the groups of the resumed run
         before = dict(self.__dict__)
         last_hook = self.register_load_state_dict_pre_hook(check)  # last, as users' hooks may put the state in order
         try:
@@ -360,8 +362,8 @@ class KFACMixin(_Optimizer):
             last_hook.remove()
         take_out(self, AVERAGES)  # torch has cast these to the type of the weights; the engine loads the saved ones
         norms = records.take_saved_form(self)
-        self.curvature.load(*checked[0])
-        self.curvature.watch.restore(norms)
+        engine_state.load_checked(stages, *checked[0])
+        stages.steering.watch.restore(norms)
         self._show_averages()
         self._show_counters()
 
@@ -373,7 +375,7 @@ class KFACMixin(_Optimizer):
         with set_aside(state.get("state", {})):
             super().__setstate__(state)
         if "curvature" in self.__dict__:
-            self.curvature.belong_to(self)
+            self.curvature.stages.belong_to(self)
 
     def _settings(self) -> dict[str, Any]:
         """The options that are attributes of the object rather than entries of its groups."""

@@ -53,9 +53,9 @@ def take_turned_step(
         take_base_step: Takes the base class's step.
         lr: The learning rate; a mapping by parameter if there are several.
     """
-    reaches = engine.trained.reaches()  # by parameter, of all layers
+    reaches = engine.stages.trained.reaches()  # by parameter, of all layers
     covered = [some for bucket in buckets if (some := [m for m in bucket if m.p in reaches])]
-    plan = engine.plan()
+    plan = engine.stages.plan()
     records.forget(optimizer, (records.STRETCH, records.DESCENT), of=plan.too_long)
     if plan.repeats and _can_repeat(engine, plan, covered):
         kind = Kind.REPEATS
@@ -82,7 +82,8 @@ def take_turned_step(
             _repeat_change(plan, covered, reaches)
         engine.skip_directions()
     is_watched = compares_weights(engine.step_count + 1)
-    engine.watch.note(m.p for bucket in covered if is_watched for m in records.having(bucket, records.STRETCH))
+    watched = (m.p for bucket in covered if is_watched for m in records.having(bucket, records.STRETCH))
+    engine.stages.steering.watch.note(watched)
 
 
 def _turn_and_stretch(
@@ -163,7 +164,7 @@ def _can_repeat(engine: CurvatureEngine, plan: Plan, buckets: Sequence[Bucket]) 
     """
     turned = [some for bucket in buckets if (some := records.having(bucket, records.TURN))]
     others = {m.p for m in set(chain.from_iterable(buckets)).difference(*turned) if moves(m.group)}
-    if not turned or (others and not others.isdisjoint(engine.trained.weights_with_directions())):
+    if not turned or (others and not others.isdisjoint(engine.stages.trained.weights_with_directions())):
         return False
     for some in turned:
         base, own = some[0].rule.averages_gradients(some[0].group), plan.moment_decay > 0

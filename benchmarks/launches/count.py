@@ -73,7 +73,7 @@ def count(name: str, batch: int | None, optimizer: str) -> dict[str, Counts]:
         hold_trust(engine, TRUST)
 
         def coming(*, repeats: bool) -> Counts:
-            while engine.plan().repeats != repeats:
+            while engine.stages.plan().repeats != repeats:
                 step(own)
             return step(own)
 

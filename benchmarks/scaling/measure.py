@@ -223,7 +223,7 @@ def counters(curvature: Any, device: torch.device) -> dict[str, dict[str, float]
     now = {"step": time.perf_counter(), "own": time.process_time(), "machine": busy()}
     if curvature is None:
         return {"seconds": now, "sent": {}, "received": {}}
-    traffic = curvature.comm.traffic
+    traffic = curvature.stages.comm.traffic
     return {
         "seconds": {**now, **{name: row["ms"] / 1e3 for name, row in curvature.profile().items()}},
         "sent": {kind: sides[0] for kind, sides in traffic.items()},

@@ -71,7 +71,7 @@ def run(training: Training, place: FactorPlace, seed: int) -> dict[str, Any]:
         optimizer.step()
         seconds.append(time.perf_counter() - start)
     engine = optimizer.curvature
-    sent = {kind: engine.comm.traffic.get(kind, [0.0, 0.0])[0] / training.steps for kind in KINDS}
+    sent = {kind: engine.stages.comm.traffic.get(kind, [0.0, 0.0])[0] / training.steps for kind in KINDS}
     memory = engine.memory_estimate()["total"]
     engine.close()
     return {

@@ -44,7 +44,7 @@ class Held(Trust):
 
 def hold_trust(engine: CurvatureEngine, value: float) -> None:
     """Hold trust where it is, in [0, 1], and let it be known that the network trains against no other one."""
-    steering = engine._steering
+    steering = engine.stages.steering
     steering.trust = Held(value)
     for part in (steering.graft, steering.brake):
         vars(part)["learn"] = lambda *_: None

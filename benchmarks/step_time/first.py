@@ -53,12 +53,12 @@ def take(run: Run) -> Step:
     engine = run.keeper
     if not isinstance(engine, CurvatureEngine):
         return Step(run.step(), BASE, None)
-    step, turn, refresh = engine.step_count, last_turn(run), engine._refresher.in_progress
+    step, turn, refresh = engine.step_count, last_turn(run), engine.stages.refresher.in_progress
     works = refresh is not None and (refresh.ends(step) or bool(refresh.due(step)))
     seconds, now = run.step(), last_turn(run)
-    if works or engine.last_refresh == step:
+    if works or engine.stages.refresher.last_refresh == step:
         kind = REFRESH
-    elif engine.last_statistics == step:
+    elif engine.stages.progress.last_statistics == step:
         kind = STATISTICS
     else:
         kind = BASE if now is None else REPEATED if now is turn else ORDINARY

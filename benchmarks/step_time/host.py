@@ -74,7 +74,7 @@ def measure(count: int) -> list[dict[str, Any]]:
         rows.append({"step": name, "passes": passes, "step()": steps})
 
     def repeats() -> bool:
-        return bool(engine.plan().repeats)
+        return bool(engine.stages.plan().repeats)
 
     time_kind("SGD", base)
     engine.factor_update_steps = NEVER

@@ -115,7 +115,8 @@ class Run:
         ]
         self.steps = 0
         self.loss = torch.zeros(())
-        self.spread = self.keeper.spread_at(LATE) if isinstance(self.keeper, CurvatureEngine) else 0
+        engine = self.keeper if isinstance(self.keeper, CurvatureEngine) else None
+        self.spread = 0 if engine is None else engine.stages.refresher.pace.spread(engine, LATE)
         taken = turns(self.spread) if self.keeper is not None else [Turn(ORDINARY)]
         self.kinds = list(dict.fromkeys(turn.kind for turn in taken))
 

@@ -129,7 +129,7 @@ def measure(training: Training) -> dict[str, Any]:
         "steps": training.steps,
         "ms": 1e3 * whole / training.steps,
         "time": ratio,
-        "refreshes": max(engine.refreshes for engine in engines),
+        "refreshes": max(engine.stages.refresher.refreshes for engine in engines),
         **shares,
         "the rest": ratio - 1 - sum(shares.values()),
     }

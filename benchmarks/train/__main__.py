@@ -182,9 +182,9 @@ def train(trainer: Trainer, files: RunFiles, signals: Signals, *, checkpoint_eve
         shown: Line = {}
         while not trainer.ended and signals.received is None:
             lines = trainer.advance()
-            if engine is not None and engine.frozen_at is not None:
+            if engine is not None and engine.stages.refresher.frozen_at is not None:
                 next(line for line in lines if line["kind"] == "step")["staleness"] = (
-                    engine.step_count - engine.frozen_at
+                    engine.step_count - engine.stages.refresher.frozen_at
                 )
                 if lines[-1]["kind"] == "evaluation" and not trainer.ended:
                     lines.append(curvature(trainer, engine.report()))

@@ -8,21 +8,17 @@ Where to look::
     plots.py      pictures of these: plot_spectrum, plot_history, plot_profile, plot_assignment
 """
 
-from .memory import memory_of, total
+from .memory import memory_estimate
 from .plots import plot_assignment, plot_history, plot_profile, plot_spectrum
-from .report import flatten, human_bytes, report_of, spectrum, table, workers_of
+from .report import flatten, human_bytes, spectrum
 
 __all__ = [
     "flatten",
     "human_bytes",
-    "memory_of",
+    "memory_estimate",
     "plot_assignment",
     "plot_history",
     "plot_profile",
     "plot_spectrum",
-    "report_of",
     "spectrum",
-    "table",
-    "total",
-    "workers_of",
 ]

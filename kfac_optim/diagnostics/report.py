@@ -8,19 +8,132 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..blocks import SIDES, Block
+from ..damping import value_of
 from ..distributed import Communicator
+from ..layers import KroneckerLayer
+from ..stages import Staged, Stages
+from ..steering import LEAST
+from .memory import memory_of
 
-__all__ = ["flatten", "human_bytes", "report_of", "spectrum", "table", "workers_of"]
+__all__ = ["factors", "flatten", "human_bytes", "overview", "reach", "report", "spectrum", "workers"]
 
 
-def report_of(block: Block, gamma: Tensor, *, full: bool) -> dict[str, Any]:
-    """A layer's part of the engine's ``report()``, in which entries of a factor that another rank keeps are None.
+def factors(engine: Staged, layer: KroneckerLayer | str) -> tuple[Tensor, Tensor]:
+    """The running averages A ``[p, d_in, d_in]`` and G ``[p, d_out, d_out]`` of a layer (diagonals: ``[p, d]``).
 
-    The block has decompositions. ``gamma``: the damping of its pairs, ``[p]``; ``full``: whether to list eigenvalues.
+    A factor that is kept as b blocks of m rows is ``[p b, m, m]``; zeros may fill up the last block.
+
+    Raises:
+        ValueError: If no such layer is preconditioned.
+        RuntimeError: Before the first step, for a layer that has been frozen since, or if another rank keeps one.
     """
+    block = next((block for block in engine.stages.blocks if layer in (block.layer, block.layer.name)), None)
+    if block is None:
+        raise ValueError(f"layer={layer!r}: no such layer is preconditioned; print(optimizer.curvature) lists them")
+    if not block.state:
+        raise RuntimeError(
+            f"the factors of {block.layer.name!r}: there are none before the first step(), nor for a frozen layer"
+        )
+    current = block.factors("current")
+    if not (current.kept(0) and current.kept(1)):
+        raise RuntimeError(
+            f"the factors of {block.layer.name!r} are on ranks {block.workers.inverse_workers}: ask there, or take "
+            "them from the full_state_dict() of the optimizer, a collective"
+        )
+    return current.matrix(0), current.matrix(1)
+
+
+def reach(engine: Staged) -> float:
+    """The largest share of the stretch along flat directions that a layer's steps get (:mod:`~.reach`)."""
+    stages = engine.stages
+    return max((block.reach for block in stages.blocks), default=0.0) if stages.plan().stretches else 0.0
+
+
+def workers(engine: Staged) -> dict[str, Any]:
+    """Which ranks work on which layers; the same on every rank.
+
+    Returns:
+        ``layers``: by layer name the ranks that decompose ``A`` and ``G``, and the list of those that ``precondition``
+        the layer; ``loads``: the decompositions' multiply-adds on each rank, up to a constant.
+    """
+    found = {}
+    for block in engine.stages.blocks:
+        inverse: dict[str, int] = dict(zip(SIDES, block.workers.inverse_workers, strict=True))
+        found[block.layer.name] = {**inverse, "precondition": list(block.workers.gradient_workers)}
+    return {"layers": found, "loads": list(engine.stages.ranks.assignment.loads)}
+
+
+def report(engine: Staged, *, eigenvalues: bool = False) -> dict[str, Any]:
+    """Plain floats and ints for logging, nested; :func:`~kfac_optim.diagnostics.flatten` makes one level of them.
+
+    The first call after a refresh computes the eigenvalues of each factor; others cost little. Nothing is sent.
+
+    Args:
+        engine: The engine.
+        eigenvalues: Adds ``eigenvalues`` to the spectra: a list of floats, largest first, all pairs together.
+
+    Returns:
+        A nested dict with these entries.
+
+        - ``step``: the number of steps taken.
+        - ``trust``: how far the coming step turns from the base optimizer's own update to K-FAC's direction, in
+          [0, 1] (:mod:`~.trust`).
+        - ``brake``: what K-FAC's direction was multiplied by in the last step that computed one, in (0, 1].
+        - ``graft``: how much of the base optimizer's length K-FAC's direction has in the coming step, in [0, 1].
+        - ``reach``: the largest ``reach`` of a layer; 0 where steps are not stretched.
+        - ``skipped_steps``: the number of steps with a gradient that was not finite.
+        - ``skipped_batches``: the number of micro-batches with statistics that were not finite, in other steps.
+        - ``failed_decompositions``: how many times a layer had to keep its last decompositions, over all refreshes.
+        - ``staleness``: steps since the factors in use were frozen; None before the first refresh. It grows while
+          networks seem to train against each other, as nothing is refreshed then (:mod:`~.opponents`).
+        - ``traffic``: by kind, the bytes ``sent`` and ``received`` by this rank per step. The kinds are "counts",
+          "factors", "decompositions", "directions", "gradients" (shards sent to the ranks that precondition them)
+          and "state" (factors that were moved or gathered); see :mod:`kfac_optim.distributed`.
+        - ``layers``: by layer name
+
+          - ``A``, ``G``: ``min``, ``mean``, ``max`` and ``condition`` of the eigenvalues in use; None where another
+            rank keeps the factor.
+          - ``damping``: gamma of the coming step, the mean over the layer's pairs.
+          - ``condition``: the condition number of ``A (x) G + gamma I``, from these extremes; None where a factor
+            is on another rank.
+          - ``cosine``: between gradient and direction in the first step after the last refresh; None where the
+            gradient's shards went to another rank.
+          - ``reach``: the share of the stretch that a step gets, 0.0003 to 3; 0 where steps are not stretched
+            (:mod:`~.reach`).
+    """
+    stages = engine.stages
+    damping, progress, frozen_at = stages.config.damping_rule, stages.progress, stages.refresher.frozen_at
+    value, steps, plan = value_of(damping, progress.step), max(1, progress.taken), stages.plan()
+    return {
+        "step": progress.step,
+        "trust": plan.trust,
+        "brake": plan.last_brake,
+        "graft": plan.graft,
+        "reach": reach(engine),
+        "skipped_steps": progress.skipped_steps,
+        "skipped_batches": stages.averaging.skipped_batches,
+        "failed_decompositions": stages.refresher.failed_decompositions,
+        "staleness": None if frozen_at is None else progress.step - frozen_at,
+        "traffic": {
+            kind: {"sent": sent / steps, "received": received / steps}
+            for kind, (sent, received) in stages.comm.traffic.items()
+        },
+        "layers": {
+            block.layer.name: {
+                **_report_of(block, value * block.damping_unit(damping), full=eigenvalues),
+                "reach": block.reach if plan.stretches else 0.0,
+            }
+            for block in stages.blocks
+            if block.has_direction
+        },
+    }
+
+
+def _report_of(block: Block, gamma: Tensor, *, full: bool) -> dict[str, Any]:
+    """A layer's part of :func:`report`, at a damping of ``gamma``, ``[p]``; None for what only another rank knows."""
     spectra = zip(SIDES, block.eigenvalues(), strict=True)
     report: dict[str, Any] = {side: None if values is None else spectrum(values, full=full) for side, values in spectra}
     (a, g), damping = (report[side] for side in SIDES), float(gamma.mean())
@@ -39,12 +152,6 @@ def spectrum(values: Tensor, *, full: bool = False) -> dict[str, Any]:
     low, high = float(values[-1]), float(values[0])
     found = {"min": low, "mean": float(values.mean()), "max": high, "condition": high / low if low else math.inf}
     return {**found, "eigenvalues": values.tolist()} if full else found
-
-
-def workers_of(block: Block) -> dict[str, Any]:
-    """A layer's part of :meth:`~kfac_optim.CurvatureEngine.workers`."""
-    inverse: dict[str, int] = dict(zip(SIDES, block.workers.inverse_workers, strict=True))
-    return {**inverse, "precondition": list(block.workers.gradient_workers)}
 
 
 def flatten(report: Mapping[str, Any], prefix: str = "kfac") -> dict[str, float]:
@@ -71,22 +178,32 @@ def flatten(report: Mapping[str, Any], prefix: str = "kfac") -> dict[str, float]
 _HEADER = ("layer", "rule", "A", "G", "memory", "inverse workers", "gradient workers", "note")
 
 
-def table(
-    title: str,
-    memory: Mapping[Block, int],
-    uncovered: Mapping[nn.Parameter, tuple[str, str]],
-    comm: Communicator,
-    remarks: Sequence[str],
-) -> str:
-    """The coverage table as aligned text; columns that are empty in all rows are left out.
+def overview(engine: Staged) -> str:
+    """The text of ``print(engine)``: a title, the coverage table, and remarks."""
+    stages = engine.stages
+    config, at, plan, comm = stages.config, stages.progress.step, stages.plan(), stages.comm
+    title, largest = f"Curvature after {at} steps", reach(engine)
+    title += f", trust {plan.trust:.1f}" if plan.learns else ""
+    if plan.stretches:
+        title += f", reach up to {largest:.2g}" if largest > LEAST else ", not stretched"
+    if plan.opposed:
+        title += ", steps left to the base optimizer: two networks seem to train against each other"
+    remarks = []
+    if not stages.ranks.alone:
+        balance = f"largest / mean = {stages.ranks.assignment.imbalance:.2f}"
+        remarks.append(f"rank {comm.rank} of {comm.world_size}, load of the decompositions: {balance}")
+    pace = stages.refresher.pace
+    interval = pace.interval(config, at)
+    if interval > config.at("inv_update_steps", at):
+        first = f", from step {interval} on" if stages.refresher.frozen_at is None else ""
+        remarks.append(f"a refresh is as much work as {pace.work} steps: one in {interval} steps{first}")
+    return "\n".join((title, *_table(stages), *remarks))
 
-    Args:
-        title: The line above it.
-        memory: By block, the bytes that it takes on this rank; 0 is not shown.
-        uncovered: For every parameter without a block, its name and the reason.
-        comm: The ranks; for one process no workers are shown.
-        remarks: More lines below it.
-    """
+
+def _table(stages: Stages) -> list[str]:
+    """The coverage table as lines of aligned text; columns that are empty in all rows are left out."""
+    comm, uncovered = stages.comm, stages.trained.uncovered
+    memory = {block: sum(memory_of(stages, block, comm.rank).values()) for block in stages.blocks}
     lines = [_HEADER, *(_row_of(block, nbytes, comm) for block, nbytes in memory.items())]
     lines += [(name, "base", *[""] * 5, reason) for name, reason in uncovered.values()]
     used = [i for i in range(len(_HEADER)) if i == 0 or any(line[i] for line in lines[1:])]
@@ -97,7 +214,7 @@ def table(
     base = sum(p.requires_grad for p in (*uncovered, *(p for layer in idle for p in layer.parameters)))
     counts = f"{_count(len(memory) - len(idle), 'layer')} preconditioned, {_count(base, 'parameter')} by the base rule"
     footer = f"{counts}, {human_bytes(sum(memory.values()))}"
-    return "\n".join((title, rule, head, rule, *rows, rule, footer, *remarks))
+    return [rule, head, rule, *rows, rule, footer]
 
 
 def _row_of(block: Block, memory: int, comm: Communicator) -> tuple[str, ...]:

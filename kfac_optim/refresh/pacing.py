@@ -80,6 +80,19 @@ class Pace(Counted):
         """Steps between refreshes at ``step``: those of the schedule, or more if the work of a refresh demands it."""
         return max(int(config.at("inv_update_steps", step)), self._least_interval(config))
 
+    def statistics_interval(self, config: Config, step: int) -> int:
+        """Steps between statistics updates at ``step``."""
+        given = config.at("factor_update_steps", step)
+        if given is not None:
+            return int(given)
+        interval = self.interval(config, step)
+        return max(1, interval // 2) if isinstance(config.inv_update_steps, growing) else min(10, interval)
+
+    def spread(self, config: Config, step: int) -> int:
+        """The number of steps over which the work of a refresh that starts at ``step`` is spread."""
+        given = config.at("spread", step)
+        return int(self.interval(config, step) // 10 if given is None else given)
+
     def _least_interval(self, config: Config) -> int:
         """The fewest steps between refreshes that their work allows; 0 if the schedule has no ``most_work``."""
         schedule = config.inv_update_steps

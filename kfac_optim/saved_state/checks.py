@@ -30,12 +30,8 @@ def check_states(
 ) -> None:
     """Raises ValueError unless a rank could load its factors from a state of all ranks or of its own.
 
-    Args:
-        blocks: The layers' blocks.
-        states: The factors by weight.
-        rank: The rank of this process.
-        frozen: Weights that may lack factors; None: all.
-        pending: Whether factors of a refresh in progress must be there; else they may be missing, but not damaged.
+    ``frozen``: weights that may lack factors; None: all. ``pending``: whether factors of a refresh in progress must be
+    there; else they may be missing, but not damaged.
     """
     weights = {block.layer.weight: block for block in blocks}
     if any(weight not in weights for weight in states):

@@ -117,7 +117,9 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         """Builds the parts that copies and pickles leave out."""
         engine, fisher = self.curvature, self._fisher
         self._secant = SecantCheck()
-        self._replay = Replay(cast(nn.Module, engine.trained.model), fisher, engine.loss_terms, lambda: engine.layers)
+        self._replay = Replay(
+            cast(nn.Module, engine.stages.trained.model), fisher, engine.stages.loss_terms, lambda: engine.layers
+        )
 
     @property
     def _fisher(self) -> Fisher:
@@ -164,7 +166,7 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         parts, terms = self._replay.take(1.0 if first else self.model_fraction, scaler.get_scale() if scaler else 1.0)
         if closure is not None:  # copied, because the closure overwrites them
             gradients = {p: g.clone() for p, g in gradients.items()}
-        objective = Objective(list(gradients), list(gradients.values()), parts, terms, self._fisher, engine.comm)
+        objective = Objective(list(gradients), list(gradients.values()), parts, terms, self._fisher, engine.stages.comm)
         interval = 1  # how many steps apart the loss is evaluated after a step
         change: Change = objective.change
         if isinstance(closure, _Closure):
@@ -185,7 +187,7 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
     def _require_own_curvature(self) -> None:
         """Raises an error if the curvature is closed, or has options that ``KFAC`` sets by itself."""
         engine = self.curvature
-        if engine.closed:
+        if engine.stages.closed:
             self._replay.close()
             raise RuntimeError("the curvature of this optimizer is closed, and KFAC has nothing else: build a new one")
         for name, own in (("damping", self.rule), ("scaling", None)):

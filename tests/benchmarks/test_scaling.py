@@ -130,7 +130,7 @@ def test_assignment_and_memory_are_the_engines(work: Workload, strategy: Assignm
     model = perceptron()
     engine = CurvatureEngine(model, assignment=strategy, communicator=LocalCommunicator(0, ranks))
     engine.close()
-    assert strategy.assign([layer.cost for layer in work.layers], ranks) == engine.ranks.assignment
+    assert strategy.assign([layer.cost for layer in work.layers], ranks) == engine.stages.ranks.assignment
     made = predict(work, ranks, strategy, DEVICE, NETWORK)
     assert made.memory.max() == memory_estimate(model, world_size=ranks, assignment=strategy, spread=0)["total"]
 

@@ -61,11 +61,11 @@ def test_kinds_of_step_are_what_the_engine_does(spread: int) -> None:
     engine = run.keeper
     run.step()
     for turn in timing.turns(spread) * 2:
-        step, in_use = engine.step_count, engine.frozen_at
+        step, in_use = engine.step_count, engine.stages.refresher.frozen_at
         run.take(turn)
-        assert (engine.last_statistics == step) == (turn.kind == "statistics"), turn
-        assert (engine.last_refresh == step) == (turn.kind == "refresh 0"), turn
-        assert (engine.frozen_at != in_use) == (turn.kind == f"refresh {spread}"), turn
+        assert (engine.stages.progress.last_statistics == step) == (turn.kind == "statistics"), turn
+        assert (engine.stages.refresher.last_refresh == step) == (turn.kind == "refresh 0"), turn
+        assert (engine.stages.refresher.frozen_at != in_use) == (turn.kind == f"refresh {spread}"), turn
 
 
 # Defaults as they come -----------------------------------------------------------------------------------------------

@@ -242,7 +242,7 @@ def test_statistics_on_some_steps_take_all_micro_batches_of_those() -> None:
     for _ in range(2):
         run(split, first, "batch", 4)
         run(whole, second, "batch", 1)
-    assert first.curvature.last_statistics == 2
+    assert first.curvature.stages.progress.last_statistics == 2
     assert_same_factors(first, second)
     assert_same_weights(split, whole)
 
@@ -279,7 +279,7 @@ def test_a_micro_batch_whose_moments_overflow_does_not_count_in_g(order: tuple[i
     (losses[0](plain) / 4).backward()
     both.step()
     alone.step()
-    assert both.curvature.skipped_batches == 1 and both.curvature.skipped_steps == 0
+    assert both.curvature.stages.averaging.skipped_batches == 1 and both.curvature.stages.progress.skipped_steps == 0
     assert_same_factors(both, alone, 1e-6)
 
 
@@ -292,4 +292,4 @@ def test_where_the_first_statistics_were_left_out_the_next_step_collects() -> No
         optimizer.zero_grad()
         (loss_scale * model(size * x).square().sum()).backward()
         optimizer.step()
-    assert optimizer.curvature.last_statistics == optimizer.curvature.last_refresh == 1
+    assert optimizer.curvature.stages.progress.last_statistics == optimizer.curvature.stages.refresher.last_refresh == 1

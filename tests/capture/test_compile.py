@@ -360,7 +360,7 @@ def test_two_optimizers_of_one_model() -> None:
             on_vectors(call, step)
             for optimizer in pair:
                 optimizer.step()
-        assert all(optimizer.curvature.refreshes for optimizer in pair)
+        assert all(optimizer.curvature.stages.refresher.refreshes for optimizer in pair)
     assert_same_weights(model, plain, SAME)
 
 
@@ -607,7 +607,7 @@ def test_an_exported_model_knows_nothing_of_the_optimizer_that_trains_it() -> No
     optimizer.zero_grad()
     model(x).square().mean().backward()
     optimizer.step()
-    assert optimizer.curvature.last_statistics == 1
+    assert optimizer.curvature.stages.progress.last_statistics == 1
 
 
 # CUDA graphs ---------------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def test_functional_call_is_a_call_of_the_model(make: Callable[[], nn.Module], c
         x, y = torch.randn(8, 4), torch.randint(3, (8,))
         losses = [F.cross_entropy(output, y) for output in (functional_call(model, weights(), (x,)), plain(x))]
         assert_step_alike((model, first, losses[0]), (plain, second, losses[1]))
-    assert not any(block.never_seen for block in first.curvature.trained.blocks)
+    assert not any(block.never_seen for block in first.curvature.stages.blocks)
 
 
 def whole_batch(model: nn.Module, x: Tensor, y: Tensor) -> None:
@@ -98,7 +98,7 @@ def test_transforms_hide_the_layers_and_the_first_step_says_so_each_time(
             optimizer.step()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     train(model, optimizer, range(3))  # called rightly
-    assert optimizer.curvature.refreshes > 0
+    assert optimizer.curvature.stages.refresher.refreshes > 0
 
 
 def test_a_trained_model_of_which_nothing_is_seen_any_more_is_an_error_in_each_step() -> None:

@@ -80,7 +80,7 @@ def test_an_abandoned_pass_leaves_no_trace(clear: Callable[[nn.Module], None], f
     model = net()
     optimizer = KFACSGD(model, **OPTIONS, fisher=fisher)
     run(model, optimizer)
-    taken = optimizer.curvature._capture._passes.take()
+    taken = optimizer.curvature.stages.capture._passes.take()
     settled = taken.resolve(torch.cat([flag.reshape(-1).double() for flag in taken.flags]).tolist())
     assert settled.taken[-2:] == [True, True] and not any(settled.taken[:-2])
 

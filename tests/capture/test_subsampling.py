@@ -151,7 +151,7 @@ def test_it_is_a_schedule_and_part_of_the_state() -> None:
     for _ in range(2):
         model(x).square().sum().backward()
         optimizer.step()
-        weights.append(float(optimizer.curvature.trained.blocks[0].state["current"]["A"]["weight"]))
+        weights.append(float(optimizer.curvature.stages.blocks[0].state["current"]["A"]["weight"]))
         optimizer.zero_grad()
     assert weights == [8.0, 0.95 * 8.0 + 2.0]
     optimizer.curvature.factor_batch_fraction = 0.5

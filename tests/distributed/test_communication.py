@@ -494,7 +494,11 @@ def train_and_count(rank: int, world_size: int) -> dict[Any, Any]:
         options = {"assignment": STRATEGIES[strategy], "solver": solver}
         _, optimizer = trained(rank, world_size, options, torch.float32)
         engine = optimizer.curvature
-        found[strategy, solver] = (engine.comm.traffic, engine.ranks.assignment, optimizer.curvature.report())
+        found[strategy, solver] = (
+            engine.stages.comm.traffic,
+            engine.stages.ranks.assignment,
+            optimizer.curvature.report(),
+        )
     return found
 
 
@@ -737,7 +741,7 @@ def train_lazily_or_not(rank: int, world_size: int) -> dict[Any, Any]:
             how = "lazily" if after is None else "every step"
             model, optimizer = trained(rank, world_size, options, after=after)
             found["all", name, how] = values(model)
-            found["bytes", name, how] = optimizer.curvature.comm.traffic["factors"][0]
+            found["bytes", name, how] = optimizer.curvature.stages.comm.traffic["factors"][0]
             found["branching", name, how] = train_branching(rank, world_size, options, after)
     return found
 
@@ -793,7 +797,7 @@ OWN = {"odd": Odd(), "elsewhere": Elsewhere()}
 def follow_the_policy(rank: int, world_size: int) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for name, strategy in {"factor": FactorWise(), "layer": LayerWise(), "kaisa": KAISA(1 / 3)}.items():
-        mine = build(1, {"assignment": strategy}, torch.float64)[2].curvature.ranks.assignment
+        mine = build(1, {"assignment": strategy}, torch.float64)[2].curvature.stages.ranks.assignment
         everyone: list[Any] = [None] * world_size
         dist.all_gather_object(everyone, mine)
         found["work", name] = everyone

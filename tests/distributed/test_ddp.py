@@ -96,7 +96,7 @@ def unfreeze(rank: int, world_size: int) -> list[Tensor]:
             model.left.requires_grad_(step == 4)
             wrapped = DDP(model) if world_size > 1 else model
         train(wrapped, optimizer, [step], shape=SHAPE, rank=rank, world_size=world_size)
-    assert optimizer.curvature.refreshes == 2
+    assert optimizer.curvature.stages.refresher.refreshes == 2
     assert "left" in optimizer.curvature.report()["layers"]
     return values(model)
 
@@ -176,7 +176,7 @@ def train_poisoned_statistics(rank: int, world_size: int) -> tuple[list[Tensor],
 
     def drop() -> None:
         if rank == 1 and engine.step_count == 2:
-            for kept in engine._capture._passes.statistics.kept:
+            for kept in engine.stages.capture._passes.statistics.kept:
                 kept.fill_(False)
 
     train(wrapped, optimizer, range(rank, 6 * world_size, world_size), shape=SHAPE, before_step=drop)
@@ -235,9 +235,9 @@ def train_in_subgroups(rank: int, world_size: int) -> list[Tensor]:
     model = make(seed=rank // 2)
     wrapped = DDP(model, process_group=mine)
     optimizer = KFACSGD(wrapped, **OPTIONS, assignment="layer-wise", communicator=TorchCommunicator(mine))
-    assert optimizer.curvature.comm.rank == inner
+    assert optimizer.curvature.stages.comm.rank == inner
     _, copied = copy.deepcopy((model, optimizer))
-    assert copied.curvature.comm.group is mine, "a copy stays among its ranks"
+    assert copied.curvature.stages.comm.group is mine, "a copy stays among its ranks"
     train(wrapped, optimizer, range(7), shape=SHAPE, rank=inner, world_size=2)
     return values(model)
 
@@ -319,10 +319,10 @@ def build_before_the_group(rank: int, world_size: int, store: str) -> list[Tenso
     dist.destroy_process_group()
     model = make()
     optimizer = KFACSGD(model, **OPTIONS, assignment="layer-wise")
-    assert optimizer.curvature.comm.world_size == 1
+    assert optimizer.curvature.stages.comm.world_size == 1
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     train(DDP(model), optimizer, range(7), shape=SHAPE, rank=rank, world_size=world_size)
-    assert optimizer.curvature.comm.world_size == world_size
+    assert optimizer.curvature.stages.comm.world_size == world_size
     return values(model)
 
 
@@ -523,7 +523,7 @@ def test_a_pickle_in_a_spread_refresh_goes_on_alone() -> None:
     for expected, pickled in run_ranks(2, pickle_in_a_spread_refresh):
         model, optimizer = pickle.loads(pickled)
         train(model, optimizer, range(6, 12), shape=SHAPE)
-        assert optimizer.curvature.failed_decompositions == 0
+        assert optimizer.curvature.stages.refresher.failed_decompositions == 0
         assert_all_near([values(model)], expected)
 
 
@@ -566,8 +566,8 @@ def train_beside_a_player(rank: int, world_size: int) -> list[Tensor]:
         optimizer.zero_grad()
         (model(x) - x.roll(1, 1)).square().mean().backward()
         optimizer.step()
-    assert rank or local.curvature._steering.opposition.is_opponent
-    assert optimizer.curvature.plan().stretches
+    assert rank or local.curvature.stages.steering.opposition.is_opponent
+    assert optimizer.curvature.stages.plan().stretches
     return values(model)
 
 

@@ -109,7 +109,7 @@ def test_ranks_equal_one_process(world_size: int) -> None:
 def workers_of(rank: int, world_size: int) -> set[int]:
     engine = KFACSGD(Net().double(), lr=0.1, assignment=STRATEGIES["kaisa-memory"], **OPTIONS).curvature
     assert engine.memory_estimate()["decompositions"] <= 12_000
-    return {len(workers.gradient_workers) for workers in engine.ranks.assignment.layers}
+    return {len(workers.gradient_workers) for workers in engine.stages.ranks.assignment.layers}
 
 
 @pytest.mark.slow
@@ -138,7 +138,7 @@ def spread_out(rank: int, world_size: int) -> list[list[int]]:
         optimizer.zero_grad()
         model(torch.randn(4, 5, dtype=torch.float64)).square().mean().backward()
         optimizer.step()
-        counts.append([Counting.made, optimizer.curvature.frozen_at or 0])
+        counts.append([Counting.made, optimizer.curvature.stages.refresher.frozen_at or 0])
     return counts
 
 

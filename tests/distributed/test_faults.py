@@ -76,8 +76,8 @@ def step_in_a_subgroup(rank: int, world_size: int) -> float:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
     optimizer = KFACSGD(model, lr=0.1, assignment="kaisa")
-    optimizer.curvature.comm.prepare([(0, 1), (0, 2)])
-    groups = optimizer.curvature.comm._groups  # type: ignore[attr-defined]
+    optimizer.curvature.stages.comm.prepare([(0, 1), (0, 2)])
+    groups = optimizer.curvature.stages.comm._groups  # type: ignore[attr-defined]
     options = groups[0, 1]._get_backend(torch.device("cpu")).options if rank < 2 else None
     dist.barrier()  # a rank that ends before the others have connected to it breaks their groups
     return options._timeout.total_seconds() if options is not None else 0.0

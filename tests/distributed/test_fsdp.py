@@ -200,7 +200,7 @@ def reads(rank: int, world_size: int, how: str) -> list[Tensor]:
             fully_shard(module)
     optimizer = KFACSGD(model, lr=0.5, momentum=0.9, scaling=Graft(trust=1.0), **OPTIONS)
     train(model, optimizer, range(7), shape=SHAPE, rank=rank, world_size=world_size)
-    assert all(block.has_data() for block in optimizer.curvature.trained.blocks)
+    assert all(block.has_data() for block in optimizer.curvature.stages.blocks)
     return whole(model)
 
 
@@ -240,12 +240,12 @@ def exchanged(rank: int, world_size: int) -> dict[str, bool]:
     with mock.patch.object(DTensor, "full_tensor", refuse):
         train(model, optimizer, range(5), shape=SHAPE, rank=rank, world_size=world_size)
     own = others = 0
-    for layer, work in zip(engine.layers, engine.ranks.assignment.layers, strict=True):
+    for layer, work in zip(engine.layers, engine.stages.ranks.assignment.layers, strict=True):
         for p in layer.parameters:
             here = p.to_local().numel() * 8
             own += (p.numel() * 8 - here) if work.gradient_workers == (rank,) else 0
             others += here if work.gradient_workers != (rank,) else 0
-    traffic = engine.comm.traffic
+    traffic = engine.stages.comm.traffic
     return {
         "to the workers": traffic["gradients"] == [5.0 * others, 5.0 * own],
         "back": traffic["directions"] == [5.0 * own, 5.0 * others],
@@ -283,7 +283,7 @@ def train_turning(rank: int, world_size: int, assignment: str) -> dict[str, tupl
             torch._foreach_lerp = without_shards(torch._foreach_lerp)
         optimizer = cls(model, **options, **OPTIONS, assignment=assignment)
         trusts = trusts_of(model, optimizer, 10, shape=SHAPE, rank=rank, world_size=world_size)
-        plan = optimizer.curvature.plan()
+        plan = optimizer.curvature.stages.plan()
         found[kind] = whole(model), [*trusts, plan.graft], plan.usual_length
     return found
 
@@ -408,7 +408,7 @@ def with_a_nan(rank: int, world_size: int) -> tuple[int, bool]:
 
     train(model, optimizer, [0], shape=SHAPE, rank=rank, world_size=world_size, before_step=poison)
     same = all(torch.equal(p, q) for p, q in zip(whole(model), before, strict=True))
-    return optimizer.curvature.skipped_steps, same
+    return optimizer.curvature.stages.progress.skipped_steps, same
 
 
 @pytest.mark.slow
@@ -695,7 +695,7 @@ def tensor_parallel(rank: int, world_size: int) -> tuple[list[str], bool]:
     optimizer.step()
     for p, old, grad in zip(model.parameters(), before, gradients, strict=True):
         torch.testing.assert_close(p.full_tensor(), old - 0.1 * grad)
-    return [note for _, note in optimizer.curvature.trained.uncovered.values()], bool(optimizer.curvature.layers)
+    return [note for _, note in optimizer.curvature.stages.trained.uncovered.values()], bool(optimizer.curvature.layers)
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ class Game:
         """Both players take some steps, or the discriminator alone."""
         for step in range(first, last):
             for optimizer in self.optimizers:
-                optimizer.curvature._steering.trust.notches = 5  # which would fall to 0, where no step is K-FAC's
+                optimizer.curvature.stages.steering.trust.notches = 5  # which would fall to 0, where no step is K-FAC's
             source = torch.Generator().manual_seed(step)
             batch = torch.randn(16, 10, generator=source, dtype=torch.float64).chunk(self.world_size)[self.rank]
             turns = (self._generate, self._discriminate) if generator_first else (self._discriminate, self._generate)
@@ -100,20 +100,23 @@ def left_alone(rank: int, world_size: int) -> list[Tensor]:
     game = Game(rank, world_size)
     game.play(0, 5, generator_first=False)
     engine, compared = game.optimizers[1].curvature, []
-    compare, sent = engine._compare, copy.deepcopy(engine.comm.traffic)
-    engine._compare = lambda **more: (compared.append(engine.step_count), compare(**more))
+    compare, sent = engine.stages.compare, copy.deepcopy(engine.stages.comm.traffic)
+    engine.stages.compare = lambda **more: (compared.append(engine.step_count), compare(**more))
     game.play(5, STEPS, generator_first=False)
-    assert compared == list(range(6, STEPS, 2)) and engine.last_statistics == STEPS - 2
-    assert [optimizer.curvature.refreshes for optimizer in game.optimizers] == [1, 1]
-    assert all(engine.comm.traffic[kind] == sent[kind] for kind in ("factors", "decompositions"))
+    assert compared == list(range(6, STEPS, 2)) and engine.stages.progress.last_statistics == STEPS - 2
+    assert [optimizer.curvature.stages.refresher.refreshes for optimizer in game.optimizers] == [1, 1]
+    assert all(engine.stages.comm.traffic[kind] == sent[kind] for kind in ("factors", "decompositions"))
     step = STEPS
-    while engine.is_opposed:
-        assert engine.refreshes == 1 and step < STEPS + 40
+    while engine.stages.is_opposed:
+        assert engine.stages.refresher.refreshes == 1 and step < STEPS + 40
         game.play(step, step + 1, generator_first=False, generates=False)
         step += 1
-    assert engine.refreshes == 2 and engine.frozen_at == engine.last_statistics == step - 1
+    assert (
+        engine.stages.refresher.refreshes == 2
+        and engine.stages.refresher.frozen_at == engine.stages.progress.last_statistics == step - 1
+    )
     game.play(step, step + 4, generator_first=False, generates=False)
-    assert engine.refreshes == 3 and engine.last_refresh == step + 3
+    assert engine.stages.refresher.refreshes == 3 and engine.stages.refresher.last_refresh == step + 3
     return game.weights()
 
 
@@ -154,7 +157,7 @@ def left_by_one(rank: int, world_size: int) -> list[Tensor]:
         optimizer.zero_grad()
         game.d(batch).square().mean().backward()
         optimizer.step()
-    assert optimizer.curvature.plan().stretches and optimizer.curvature.reach > 0
+    assert optimizer.curvature.stages.plan().stretches and optimizer.curvature.reach > 0
     return game.weights()
 
 
@@ -173,7 +176,7 @@ def gone_back_once(rank: int, world_size: int) -> list[Tensor]:
             inputs, classes = share(data_of(step), rank, world_size)
             F.cross_entropy(wrapped(inputs), classes).backward()
         train(wrapped, optimizer, [step], rank=rank, world_size=world_size)
-    assert optimizer.curvature.plan().stretches
+    assert optimizer.curvature.stages.plan().stretches
     return values(model)
 
 

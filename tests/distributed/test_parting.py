@@ -140,7 +140,7 @@ def train_with_nan(rank: int, world_size: int, name: str, when: int, everywhere:
         train(model, optimizer, range(STEPS), rank=rank, world_size=world_size, before_step=poison)
     except RuntimeError as error:
         raise RuntimeError(f"at step {len(seen) - 1}: {error}") from error
-    return values(model), optimizer.curvature.counters()
+    return values(model), optimizer.curvature.stages.counters()
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def train_and_change(rank: int, world_size: int, change: str) -> tuple[list[torc
                 p.copy_(own)
             if change == "constrains":
                 next(model.parameters()).data.clamp_(-0.1, 0.1)
-    return values(model), [block.reach for block in optimizer.curvature.trained.blocks]
+    return values(model), [block.reach for block in optimizer.curvature.stages.blocks]
 
 
 def test_ranks_do_not_part_where_one_of_them_evaluates_other_weights() -> None:
@@ -243,11 +243,11 @@ def round_differently(rank: int, world_size: int, by: float, notches: int) -> li
     for step in range(STEPS):
         train(model, optimizer, [step], rank=rank, world_size=world_size)
         if step in (6, 13) and rank == world_size - 1:
-            engine._steering.brake.usual *= by
-            engine._steering.trust.notches += notches
-            for block in engine.trained.blocks:
+            engine.stages.steering.brake.usual *= by
+            engine.stages.steering.trust.notches += notches
+            for block in engine.stages.blocks:
                 block.set_reach(block.reach * by)
-    return [engine._built()["usual_length"], [block.reach for block in engine.trained.blocks], values(model)]
+    return [engine.stages.built()["usual_length"], [block.reach for block in engine.stages.blocks], values(model)]
 
 
 def test_what_ranks_round_differently_becomes_that_of_the_first() -> None:
@@ -356,7 +356,7 @@ def train_in_pairs(rank: int, world_size: int, wrap: str) -> list[Tensor]:
     options = {"scaling": "unit", "damping": OfMean(0.1), **FLOAT64, "assignment": "layer-wise"}
     given = torch.compile(model) if wrap == "compiled DDP" else model  # it is not run
     optimizer = KFACSGD(given, lr=0.05, momentum=0.9, factor_update_steps=1, inv_update_steps=2, **options)
-    assert optimizer.curvature.comm.world_size == min(world_size, 2)
+    assert optimizer.curvature.stages.comm.world_size == min(world_size, 2)
     train(model, optimizer, range(8), rank=rank % 2, world_size=min(world_size, 2))
     return [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
 

@@ -154,16 +154,18 @@ def hold(rank: int, world_size: int) -> dict[str, Any]:
         optimizer = KFACSGD(DDP(model), lr=0.01, assignment=strategy, **EVERY, **options)
         sent: list[float] = []
         for step in range(EVERY["inv_update_steps"] + options["spread"]):
-            before = optimizer.curvature.comm.traffic.get("factors", [0.0, 0.0])[:]
+            before = optimizer.curvature.stages.comm.traffic.get("factors", [0.0, 0.0])[:]
             train(model, optimizer, [(torch.randn(4, WIDTH), torch.zeros(4, dtype=torch.long))])
             sent = [
                 now - then
-                for now, then in zip(optimizer.curvature.comm.traffic.get("factors", (0, 0)), before, strict=True)
+                for now, then in zip(
+                    optimizer.curvature.stages.comm.traffic.get("factors", (0, 0)), before, strict=True
+                )
             ]
-            assert step < EVERY["inv_update_steps"] or optimizer.curvature._refresher.in_progress is not None
+            assert step < EVERY["inv_update_steps"] or optimizer.curvature.stages.refresher.in_progress is not None
         gc.collect()
         found[name] = (reachable_bytes(optimizer.curvature), optimizer.curvature.memory_estimate(), sent)
-        found["owners", name] = [layer.inverse_workers for layer in optimizer.curvature.ranks.assignment.layers]
+        found["owners", name] = [layer.inverse_workers for layer in optimizer.curvature.stages.ranks.assignment.layers]
     return found
 
 
@@ -225,7 +227,7 @@ def look(rank: int, world_size: int) -> dict[str, Any]:
     return {
         "report": engine.report(eigenvalues=True),
         "said": said,
-        "owners": [w.inverse_workers for w in engine.ranks.assignment.layers],
+        "owners": [w.inverse_workers for w in engine.stages.ranks.assignment.layers],
     }
 
 
@@ -444,7 +446,7 @@ def move(rank: int, world_size: int) -> dict[str, Any]:
             )
             wrapped = DDP(model) if world_size > 1 else model
             train(wrapped, optimizer, range(6), rank=rank, world_size=world_size)
-            before = [w.inverse_workers for w in optimizer.curvature.ranks.assignment.layers]
+            before = [w.inverse_workers for w in optimizer.curvature.stages.ranks.assignment.layers]
             for p in later:
                 p.requires_grad_(True)
             optimizer.add_param_group({"params": later})
@@ -452,7 +454,7 @@ def move(rank: int, world_size: int) -> dict[str, Any]:
             after = {
                 layer.name: w
                 for layer, w in zip(
-                    optimizer.curvature.layers, optimizer.curvature.ranks.assignment.layers, strict=True
+                    optimizer.curvature.layers, optimizer.curvature.stages.ranks.assignment.layers, strict=True
                 )
             }
             found["moved", name, solver] = before != [after[i].inverse_workers for i in ("0", "4")]
@@ -525,7 +527,9 @@ def join_late(rank: int, world_size: int, file: bytes, folder: str) -> list[list
             state["kfac"]["current"][side] for state in optimizer.state.values() if "kfac" in state for side in "AG"
         ]
         assert ["value" in state for state in states] == [
-            owner == rank for layer in optimizer.curvature.ranks.assignment.layers for owner in layer.inverse_workers
+            owner == rank
+            for layer in optimizer.curvature.stages.ranks.assignment.layers
+            for owner in layer.inverse_workers
         ]
         dist.destroy_process_group()
     return found
@@ -549,18 +553,18 @@ def of_one_rank(rank: int, world_size: int) -> dict[str, Any]:
         seen: list[set[int]] = []
 
         def look(into: list[set[int]] = seen, engine: Any = optimizer.curvature) -> None:
-            into.append(set(engine._capture._passes.statistics.sums))
+            into.append(set(engine.stages.capture._passes.statistics.sums))
 
         train(wrapped, optimizer, range(4), rank=rank, world_size=world_size, before_step=look)
-        workers = optimizer.curvature.ranks.assignment.layers
+        workers = optimizer.curvature.stages.ranks.assignment.layers
         own = {i for i, layer in enumerate(workers) if rank in layer.inverse_workers}
         assert seen == [own, set()] * 2, "moments of other ranks' layers are not even taken"
         kept = {}
-        for block in optimizer.curvature.trained.blocks:
+        for block in optimizer.curvature.stages.blocks:
             current = block.factors("current")
             kept |= {f"{block.layer.name}.{'AG'[i]}": current.matrix(i) for i in range(2) if current.kept(i)}
         found["kept", name] = kept
-        found["sent", name] = "factors" in optimizer.curvature.comm.traffic
+        found["sent", name] = "factors" in optimizer.curvature.stages.comm.traffic
         model = make_model().double()
         optimizer = KFACSGD(model, lr=0.1, momentum=0.9, assignment=strategy, **OFTEN, **FLOAT64)
         train(DDP(model), optimizer, range(10))  # the same on all ranks

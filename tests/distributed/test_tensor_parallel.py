@@ -116,7 +116,9 @@ def on_a_mesh(rank: int, world_size: int, kind: str, data_ranks: int) -> list[Te
         optimizer.step()
     if kind == "sgd":
         assert optimizer.curvature.trust > 0, "or K-FAC would have changed nothing"
-        assert len(set(optimizer.curvature.trained.reaches().values())) > 1, "or all layers might share what they learn"
+        assert len(set(optimizer.curvature.stages.trained.reaches().values())) > 1, (
+            "or all layers might share what they learn"
+        )
     return [local(p) for p in model.parameters()]
 
 
@@ -202,7 +204,7 @@ def with_layout(rank: int, world_size: int, name: str) -> dict[str, bool]:
         output = model(data(step)[0])
         (output.to_local() if isinstance(output, DTensor) else output).square().mean().backward()
         optimizer.step()
-    return {block.layer.name: block.has_data() for block in optimizer.curvature.trained.blocks}
+    return {block.layer.name: block.has_data() for block in optimizer.curvature.stages.blocks}
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -12,7 +12,10 @@ from kfac_optim import CurvatureEngine
 def reachable_bytes(engine: CurvatureEngine) -> int:
     """Bytes of all tensors of the engine's factors and decompositions, each storage once, the model's own left out."""
     seen: dict[int, int] = {}
-    known = {p.data_ptr() for p in (engine.trained.model.parameters() if engine.trained.model is not None else [])}
+    known = {
+        p.data_ptr()
+        for p in (engine.stages.trained.model.parameters() if engine.stages.trained.model is not None else [])
+    }
     stack: list[Any] = [vars(engine)]
     visited: set[int] = set()
     while stack:

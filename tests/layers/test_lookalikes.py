@@ -199,7 +199,7 @@ def test_what_computes_the_same_has_the_same_curvature(name: str) -> None:
 def test_what_computes_something_else_is_declined(name: str) -> None:
     engine = CurvatureEngine(OTHER[name]())
     assert not engine.layers
-    assert any("test_lookalikes." in reason for _, reason in engine.trained.uncovered.values())
+    assert any("test_lookalikes." in reason for _, reason in engine.stages.trained.uncovered.values())
 
 
 def test_a_layer_norm_over_channels_in_front_equals_one_behind_a_transposition() -> None:
@@ -245,7 +245,7 @@ def test_comparing_leaves_no_trace() -> None:
 
 def test_a_class_without_a_rule_is_named_with_its_module() -> None:
     engine = CurvatureEngine(nn.Sequential(nn.Linear(6, 6), GemmaRMSNorm(6)))
-    (reason,) = {reason for _, reason in engine.trained.uncovered.values()}
+    (reason,) = {reason for _, reason in engine.stages.trained.uncovered.values()}
     assert reason == f"no Kronecker rule for {__name__}.GemmaRMSNorm"
 
 

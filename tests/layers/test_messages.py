@@ -22,7 +22,7 @@ OFTEN = {"factor_update_steps": 1, "inv_update_steps": 2}
 
 def reasons_of(optimizer: KFACSGD | KFACAdam) -> dict[str, str]:
     """Why parameters have no layer, by their names."""
-    return dict(optimizer.curvature.trained.uncovered.values())
+    return dict(optimizer.curvature.stages.trained.uncovered.values())
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (4, 0)])
@@ -165,7 +165,7 @@ def test_a_bias_whose_weight_another_optimizer_trains_is_not_called_frozen() -> 
     model[1].bias.requires_grad_(False)
     weights = KFACSGD([p for p in model.parameters() if p.dim() > 1], model=model, lr=0.1)
     biases = KFACSGD([p for p in model.parameters() if p.dim() == 1], model=model, lr=0.1)
-    assert not weights.curvature.trained.uncovered
+    assert not weights.curvature.stages.trained.uncovered
     text = "the weight of its layer is not among the optimizer's parameters"
     assert reasons_of(biases) == {
         "0.bias": text,
@@ -275,7 +275,7 @@ def test_a_layer_type_that_lacks_a_part_is_refused_by_its_name() -> None:
 def test_parameters_beside_a_layer_are_not_called_frozen() -> None:
     model = nn.MultiheadAttention(8, 2, add_bias_kv=True)
     curvature = KFACSGD(model, lr=0.1).curvature
-    assert dict(curvature.trained.uncovered.values()) == dict.fromkeys(
+    assert dict(curvature.stages.trained.uncovered.values()) == dict.fromkeys(
         ("bias_k", "bias_v"), "neither weight nor bias of a layer"
     )
     assert [layer.name for layer in curvature.layers] == ["in_proj", "out_proj"]

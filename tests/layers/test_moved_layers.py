@@ -134,7 +134,7 @@ def test_a_bias_that_joins_its_weight_later_is_part_of_its_block(trained: bool) 
     if trained:
         train(model, optimizer, range(STEPS))
     optimizer.add_param_group({"params": [model[0].bias]})
-    assert not optimizer.curvature.trained.uncovered
+    assert not optimizer.curvature.stages.trained.uncovered
     train(model, optimizer, range(STEPS, 2 * STEPS))
     assert optimizer.curvature.factors("0")[0].shape == (1, 5, 5)
     optimizer.load_state_dict(optimizer.state_dict())
@@ -172,7 +172,7 @@ def test_without_any_group_a_step_does_nothing(cls: type) -> None:
     assert all(map(torch.equal, model.parameters(), before))
     optimizer.param_groups.extend(groups)
     train(model, optimizer, range(STEPS, 2 * STEPS))
-    assert [block.has_direction for block in optimizer.curvature.trained.blocks] == [True] * 2
+    assert [block.has_direction for block in optimizer.curvature.stages.blocks] == [True] * 2
 
 
 def test_groups_that_are_in_the_optimizer_by_turns_keep_their_statistics() -> None:
@@ -184,8 +184,8 @@ def test_groups_that_are_in_the_optimizer_by_turns_keep_their_statistics() -> No
         model.zero_grad()
         train(model, optimizer, range(step, step + 1))
     optimizer.state_dict()
-    assert [block.has_direction for block in optimizer.curvature.trained.blocks] == [True] * 2
-    assert optimizer.curvature.last_statistics == 2 * STEPS - 1
+    assert [block.has_direction for block in optimizer.curvature.stages.blocks] == [True] * 2
+    assert optimizer.curvature.stages.progress.last_statistics == 2 * STEPS - 1
 
 
 def test_while_nothing_changes_no_step_looks_for_layers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +224,7 @@ def test_a_head_that_is_taken_out_of_the_model_leaves_the_rest_training(fisher: 
     train(model, optimizer, range(STEPS))
     model[2] = nn.Identity()
     train(model, optimizer, range(STEPS, 2 * STEPS))
-    assert optimizer.curvature.last_statistics == 2 * STEPS - 1
+    assert optimizer.curvature.stages.progress.last_statistics == 2 * STEPS - 1
     assert backward(model, 0).isfinite()
 
 
@@ -238,9 +238,9 @@ def test_modules_that_come_and_go_in_every_step_keep_their_statistics() -> None:
         for step in range(4 * STEPS):
             model[2] = heads[step % 2]
             train(model, optimizer, range(step, step + 1))
-    blocks = optimizer.curvature.trained.blocks
+    blocks = optimizer.curvature.stages.blocks
     assert [block.has_direction for block in blocks] == [True] * 3
-    assert optimizer.curvature.last_statistics == 4 * STEPS - 1
+    assert optimizer.curvature.stages.progress.last_statistics == 4 * STEPS - 1
 
 
 def test_layers_have_the_names_of_where_they_are_now() -> None:
@@ -257,4 +257,4 @@ def test_layers_have_the_names_of_where_they_are_now() -> None:
         if id(weight) in known:
             assert all(map(torch.equal, optimizer.curvature.factors(name), known[id(weight)]))
     train(model, optimizer, range(STEPS, 2 * STEPS))
-    assert all(block.has_direction for block in optimizer.curvature.trained.blocks)
+    assert all(block.has_direction for block in optimizer.curvature.stages.blocks)

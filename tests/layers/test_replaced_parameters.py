@@ -237,7 +237,7 @@ def test_an_engine_that_stands_alone_goes_on_with_what_the_model_has(change: Cal
 
 def test_looking_notices_a_parameter_that_was_replaced() -> None:
     model = make()
-    trained = CurvatureEngine(model).trained
+    trained = CurvatureEngine(model).stages.trained
     assert trained.is_intact
     one_weight(model)
     assert not trained.is_intact

@@ -164,5 +164,5 @@ def test_a_resumed_run_refreshes_before_it_has_seen_anything() -> None:
             optimizer.zero_grad()
             m(x).square().mean().backward()
             optimizer.step()
-    assert second.curvature.stage_counters()["last_refresh"] == 3
+    assert second.curvature.stages.counters()["last_refresh"] == 3
     assert all(map(torch.equal, resumed.parameters(), model.parameters()))

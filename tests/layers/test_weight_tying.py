@@ -136,7 +136,7 @@ def test_a_weight_with_a_use_that_no_rule_covers_is_declined(first: str, unruled
     model = nn.ModuleDict({name: parts[name] for name in sorted(parts, key=lambda name: name != first)})
     optimizer = KFACSGD(model, lr=0.1, skip_layers=() if unruled else ("head",))
     assert not optimizer.curvature.layers
-    reason = optimizer.curvature.trained.uncovered[embed.weight][1]
+    reason = optimizer.curvature.stages.trained.uncovered[embed.weight][1]
     assert (
         re.search(r"no Kronecker rule for \S*test_weight_tying\.OwnHead", reason)
         if unruled
@@ -162,7 +162,7 @@ def test_a_weight_that_is_named_by_the_module_around_its_layer_is_covered() -> N
     found: list[Tensor] = []
     for module in (model, copy.deepcopy(model.linear)):
         optimizer = KFACSGD(module, **(OPTIONS | {"lr": 1.0, "damping": DAMPING}))
-        assert len(optimizer.curvature.layers) == 1 and not optimizer.curvature.trained.uncovered
+        assert len(optimizer.curvature.layers) == 1 and not optimizer.curvature.stages.trained.uncovered
         take_step(module, optimizer, [((torch.eye(6)[:, :4],), torch.ones(6, 2))], loss)
         found.append(module.weight)
     assert_near(*found, rel=EXACTLY)
@@ -335,7 +335,7 @@ def test_shared_projections_of_attention_train_by_the_base_rule(shared: str) -> 
             first.out_proj,
         )
     optimizer = KFACSGD(model, **OPTIONS)
-    reasons = dict(optimizer.curvature.trained.uncovered.values())
+    reasons = dict(optimizer.curvature.stages.trained.uncovered.values())
     expected = (
         {"0.k_proj_weight", "0.q_proj_weight", "0.in_proj_bias"}
         if own
@@ -349,7 +349,7 @@ def test_a_bias_of_a_declined_layer_declines_the_other_layer_that_has_it() -> No
     model[1].weight, model[2].bias = model[0].weight, model[1].bias
     optimizer = KFACSGD(model, **OPTIONS)
     assert [layer.name for layer in optimizer.curvature.layers] == ["3"]
-    reasons = dict(optimizer.curvature.trained.uncovered.values())
+    reasons = dict(optimizer.curvature.stages.trained.uncovered.values())
     assert sorted(reasons) == ["0.bias", "0.weight", "1.bias", "2.weight"]
     assert all("weight shared by 0" in reason for reason in reasons.values())
 
@@ -360,6 +360,6 @@ def test_a_bias_tells_why_its_layer_is_declined(last: bool) -> None:
     model = nn.ModuleList([nn.Linear(4, 4), nn.Bilinear(2, 2, 4)])
     model[1].weight = model[0].weight
     optimizer = KFACSGD(nn.ModuleList(reversed(model)) if last else model, **OPTIONS)
-    reasons = dict(optimizer.curvature.trained.uncovered.values())
+    reasons = dict(optimizer.curvature.stages.trained.uncovered.values())
     assert len(reasons) == 3
     assert all("no Kronecker rule for Bilinear" in reason for reason in reasons.values())

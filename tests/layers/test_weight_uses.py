@@ -174,7 +174,7 @@ def test_an_interrupted_call_leaves_no_graph_behind() -> None:
     engine = CurvatureEngine(net, factor_update_steps=1)
     with pytest.raises(ArithmeticError):
         net(TOKENS)
-    assert not engine._capture._uses._results, "the next call may never come"
+    assert not engine.stages.capture._uses._results, "the next call may never come"
     net.use = lambda net, h: h @ net.tokens.weight.T
     assert named(net, engine) == "'tokens'"
     net.use = USES["scale"][0]

@@ -98,7 +98,7 @@ def test_trains_like_the_base_optimizer_or_better(family: Family, cls: type[KFAC
     twin = copy.deepcopy(model)
     optimizer = cls(family.part(model), **CLASSES[cls], inv_update_steps=growing(0.5, 10))
     base = BASES[cls](family.part(twin).parameters(), **CLASSES[cls])
-    plain = PlainRule(cls, list(optimizer.curvature.trained.uncovered))
+    plain = PlainRule(cls, list(optimizer.curvature.stages.trained.uncovered))
     losses = []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -109,7 +109,7 @@ def test_trains_like_the_base_optimizer_or_better(family: Family, cls: type[KFAC
     assert all(map(math.isfinite, losses))
     fall, base_fall = (sum(ls[:BATCHES]) - sum(ls[-BATCHES:]) for ls in (losses, others))
     assert fall > 0 and fall > FALL * base_fall, f"{losses}\n{others}"
-    for (p, own), (name, _) in zip(plain.copies, optimizer.curvature.trained.uncovered.values(), strict=True):
+    for (p, own), (name, _) in zip(plain.copies, optimizer.curvature.stages.trained.uncovered.values(), strict=True):
         assert_near(p.detach(), own.detach(), name, BASE_RULE_TOL)
     assert_everything_was_seen(optimizer)
 
@@ -200,11 +200,13 @@ def counts(family: Family) -> Counts:
     engine = optimizer.curvature
     parameters = set(family.part(model).parameters())
     covered = {p for layer in engine.layers for p in layer.parameters}
-    assert covered | set(engine.trained.uncovered) == parameters and not covered & set(engine.trained.uncovered)
+    assert covered | set(engine.stages.trained.uncovered) == parameters and not covered & set(
+        engine.stages.trained.uncovered
+    )
     seen = {layer.weight for layer in engine.layers if layer.name in engine.report()["layers"]}
     table = [line for line in str(engine).splitlines() if line]
     rows = {}
-    for parameter, (name, reason) in engine.trained.uncovered.items():
+    for parameter, (name, reason) in engine.stages.trained.uncovered.items():
         assert parameter.requires_grad != reason.startswith("frozen"), f"{name}: {reason}"
         (row,) = (line for line in table if line.split()[0] == name)
         assert reason and row.endswith(reason) and row.split()[1] == "base", row

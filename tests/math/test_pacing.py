@@ -25,12 +25,12 @@ def train(model: nn.Sequential, optimizer: KFACSGD, steps: int, examples: int = 
     """Takes steps; returns those at which a refresh began."""
     refreshed = []
     for _ in range(steps):
-        step, before = optimizer.curvature.step_count, optimizer.curvature.refreshes
+        step, before = optimizer.curvature.step_count, optimizer.curvature.stages.refresher.refreshes
         x = torch.randn(examples, 7, generator=torch.Generator().manual_seed(step))
         optimizer.zero_grad()
         model(x).square().sum(1).mean().backward()
         optimizer.step()
-        refreshed += [step] * (optimizer.curvature.refreshes - before)
+        refreshed += [step] * (optimizer.curvature.stages.refresher.refreshes - before)
     return refreshed
 
 
@@ -51,6 +51,11 @@ def work(examples: int, cost: float) -> int:
     return max(1, round(decompositions / ((3 * examples + 300) * weights)))
 
 
+def interval_of(optimizer: KFACSGD, step: int) -> int:
+    """Steps between refreshes at a step."""
+    return optimizer.curvature.stages.refresher.pace.interval(optimizer.curvature, step)
+
+
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 @pytest.mark.parametrize("cost", [10.0, 3000.0])
 def test_the_interval_is_as_long_as_the_work_asks_for(
@@ -58,13 +63,13 @@ def test_the_interval_is_as_long_as_the_work_asks_for(
 ) -> None:
     set_cost(cost, monkeypatch)
     model, optimizer = built(factor_batch_fraction=fraction)
-    assert optimizer.curvature.refresh_interval(0) == 2
+    assert interval_of(optimizer, 0) == 2
     train(model, optimizer, 1)
     least = work(6, cost) // 2
     assert (least > 20) == (cost > 1000)
     for step in (0, 10, 1000):
-        assert optimizer.curvature.refresh_interval(step) == max(2, step // 2, least)
-    assert optimizer.curvature.statistics_interval(0) == max(2, least) // 2
+        assert interval_of(optimizer, step) == max(2, step // 2, least)
+    assert optimizer.curvature.stages.refresher.pace.statistics_interval(optimizer.curvature, 0) == max(2, least) // 2
     told = f"a refresh is as much work as {work(6, cost)} steps: one in {least} steps"
     assert (told in repr(optimizer.curvature)) == (least > 2)
     assert (f"from step {least} on" in repr(optimizer.curvature)) == (cost > 1000)
@@ -84,11 +89,11 @@ def test_on_a_gpu_rows_of_factors_and_layers_of_a_step_cost_something(monkeypatc
     monkeypatch.setitem(pacing._COSTS, "cpu", (0.0, 7.0, 1e6))
     model, optimizer = built()
     train(model, optimizer, 1)
-    assert optimizer.curvature._refresher.pace.work == 1
+    assert optimizer.curvature.stages.refresher.pace.work == 1
     monkeypatch.setitem(pacing._COSTS, "cpu", (0.0, 7e6, 1e6))
     model, optimizer = built()
     train(model, optimizer, 1)
-    assert optimizer.curvature._refresher.pace.work == round(7 * (8 + 5 + 5) / 2)
+    assert optimizer.curvature.stages.refresher.pace.work == round(7 * (8 + 5 + 5) / 2)
 
 
 @pytest.mark.parametrize("spread", [None, 0])
@@ -121,13 +126,13 @@ def test_the_work_is_measured_again_when_layers_are_unfrozen(
     model, optimizer = built(growing(fraction=0.5, minimum=2, most_work=0.2))
     model[2 - first].requires_grad_(False)
     train(model, optimizer, 3)
-    alone, together = optimizer.curvature.refresh_interval(0), 5 * work(6, 3000.0)
+    alone, together = interval_of(optimizer, 0), 5 * work(6, 3000.0)
     assert (alone > together) == dear_first and alone != together
     model.requires_grad_(True)
     step = optimizer.curvature.step_count
     train(model, optimizer, 2, examples=6)  # the first of them notices
-    assert optimizer.curvature.refresh_interval(0) == together
-    assert optimizer.curvature.last_statistics == step + 1
+    assert interval_of(optimizer, 0) == together
+    assert optimizer.curvature.stages.progress.last_statistics == step + 1
 
 
 def wait_together(rank: int, world_size: int) -> tuple[int, list[int]]:
@@ -135,7 +140,7 @@ def wait_together(rank: int, world_size: int) -> tuple[int, list[int]]:
     set_cost(3000.0)
     model, optimizer = built()
     refreshed = train(model, optimizer, 40, examples=3 + 4 * rank)
-    return optimizer.curvature.refresh_interval(0), refreshed
+    return interval_of(optimizer, 0), refreshed
 
 
 def test_all_ranks_wait_for_the_same_step() -> None:
@@ -151,7 +156,7 @@ def measure_together(rank: int, world_size: int) -> list[int]:
     for assignment in (FactorWise(), FactorWise("sharded"), FactorWise("local"), LayerWise("local")):
         model, optimizer = built(assignment=assignment)
         train(model, optimizer, 1, examples=600)
-        found.append(optimizer.curvature._refresher.pace.work)
+        found.append(optimizer.curvature.stages.refresher.pace.work)
     return found
 
 

@@ -276,10 +276,8 @@ def test_a_batch_is_made_of_what_its_jobs_are_made_of(max_factor_dim: int | None
     engine = CurvatureEngine(net, max_factor_dim=max_factor_dim, damping=1.0)
     net(torch.randn(8, 6)).square().mean().backward()
     engine.precondition_(lr=0.1)
-    gammas = {
-        block: 10.0 ** -(1 + torch.arange(block.layer.pairs) + i) for i, block in enumerate(engine.trained.blocks)
-    }
-    refresh, solver = Refresh(0, 0, "current", engine.trained.blocks, 0, gammas), InverseSolver()
+    gammas = {block: 10.0 ** -(1 + torch.arange(block.layer.pairs) + i) for i, block in enumerate(engine.stages.blocks)}
+    refresh, solver = Refresh(0, 0, "current", engine.stages.blocks, 0, gammas), InverseSolver()
 
     def made(jobs: list[Any]) -> tuple[Tensor, Tensor]:
         batch = batch_of(jobs, refresh, solver, torch.float32)
@@ -287,7 +285,7 @@ def test_a_batch_is_made_of_what_its_jobs_are_made_of(max_factor_dim: int | None
         assert len(factors) == len(shifts) == sum(batch.sizes)
         return factors, shifts
 
-    *linear, norm = engine.trained.blocks
+    *linear, norm = engine.stages.blocks
     for side in range(2):
         jobs = [FactorJob(block, side) for block in linear]
         for found, expected in zip(made(jobs), zip(*(made([job]) for job in jobs), strict=True), strict=True):
@@ -403,7 +401,7 @@ def test_a_refresh_under_way_survives(way: str) -> None:
     net = model()
     optimizer = KFACSGD(net, lr=0.1, **BESIDE)
     steps(net, optimizer, 0, 6)
-    assert (pending := optimizer.curvature._refresher.in_progress) is not None
+    assert (pending := optimizer.curvature.stages.refresher.in_progress) is not None
     assert any(map(pending.is_running, pending.background))
     if way == "state_dict":
         other = copy.deepcopy(net)
@@ -544,7 +542,7 @@ def test_layers_of_one_shape_together_equal_each_on_its_own(
             lr = dict.fromkeys(net.parameters(), 0.1)
             lr[net.layers[2].bias] = 0.3
             together = by_parameter(engine.directions(vectors, lr), vectors)
-            preconditioner = engine._preconditioner
+            preconditioner = engine.stages.preconditioner
             assert len(preconditioner._stacks) == 2
             with monkeypatch.context() as patch:
                 patch.setattr(preconditioner, "_current_stacks", one_by_one)
@@ -563,11 +561,11 @@ def test_a_refresh_frees_the_decompositions_that_it_replaces(monkeypatch: pytest
     optimizer = KFACSGD(net, lr=0.1, scaling=Graft(stretch=False), factor_update_steps=1, inv_update_steps=5, spread=0)
     engine = optimizer.curvature
     for _ in range(6):
-        before = [weakref.ref(stack) for stack in engine._preconditioner._stacks]
+        before = [weakref.ref(stack) for stack in engine.stages.preconditioner._stacks]
         optimizer.zero_grad()
         net(torch.randn(7, 5)).square().mean().backward()
         optimizer.step()
-    assert engine._refresher.last_refresh == 5
+    assert engine.stages.refresher.last_refresh == 5
     assert before and not any(stack() for stack in before)
 
 
@@ -593,7 +591,7 @@ def test_by_default_a_refresh_takes_a_tenth_of_the_interval(interval: int | grow
     refreshed: dict[int, int] = {}
     for step in range(60):
         steps(net, optimizer, step, step + 1)
-        start = optimizer.curvature.frozen_at
+        start = optimizer.curvature.stages.refresher.frozen_at
         assert start is not None
         refreshed.setdefault(start, step - start)
     assert refreshed.pop(0) == 0, "the first refresh is immediate"

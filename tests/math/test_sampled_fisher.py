@@ -294,7 +294,7 @@ def test_a_batch_whose_output_is_not_finite_is_left_out(fisher: str, bad: float)
     passes, loss = small_passes(), averaged(cross_entropy, "batch")
     (x,), y = passes[0]
     for optimizer in (first, second):
-        optimizer.curvature._capture._sampling._samples = int(optimizer is second)  # the bad batch draws, too
+        optimizer.curvature.stages.capture._sampling._samples = int(optimizer is second)  # the bad batch draws, too
     loss(model(torch.full_like(x, bad)), y).backward()
     model.zero_grad()
     for m, optimizer in ((model, first), (twin, second)):
@@ -503,4 +503,4 @@ def test_masked_classes_are_never_drawn() -> None:
         assert p.grad is not None
         p.grad.nan_to_num_()
     optimizer.step()
-    assert optimizer.curvature.skipped_batches == 1
+    assert optimizer.curvature.stages.averaging.skipped_batches == 1

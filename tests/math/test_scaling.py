@@ -173,7 +173,7 @@ def test_what_changes_directions_is_not_stretched() -> None:
     model = torch.nn.Linear(4, 3)
     optimizer = KFACSGD(model, lr=0.1, momentum=0.9, scaling=Turned())
     train(model, optimizer, range(12))
-    assert optimizer.curvature.plan().learns and not optimizer.curvature.plan().stretches
+    assert optimizer.curvature.stages.plan().learns and not optimizer.curvature.stages.plan().stretches
 
 
 def test_orthogonal_leaves_norm_layers_alone() -> None:

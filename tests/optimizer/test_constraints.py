@@ -336,7 +336,7 @@ def test_weights_are_compared_in_every_step_at_first_and_then_in_every_seventh()
     optimizer = KFACSGD(model, lr=0.05, momentum=0.9)
     compared = []
     for i, (x, y) in enumerate(batches(42)):
-        if optimizer.curvature.watch.watched:
+        if optimizer.curvature.stages.steering.watch.watched:
             compared.append(i)
         train(model, optimizer, [(x, y)])
     assert compared[compared.index(10) :] == [*range(10, 16), 21, 28, 35]
@@ -367,5 +367,5 @@ def test_whoever_turns_no_step_looks_at_no_weights(closes: bool) -> None:
         elif i == 12:
             optimizer.precondition = "gradient"
         train(model, optimizer, [(x, y)])
-        looks.append(bool(optimizer.curvature.watch.watched))
+        looks.append(bool(optimizer.curvature.stages.steering.watch.watched))
     assert looks[10:] == [True, True, False, False]

@@ -90,7 +90,7 @@ def test_steps_are_the_same_where_launches_count(
     assert len(set(taken)) == (0 if options.get("solver") == "inverse" else 2), "with and without the extra layer"
     for name, weight in expected.items():
         assert_near(found[name], weight, name, rel=1e-6)  # dot products, and with them reach, are of float32
-    usual, expected_usual = (optimizer.curvature._steering.brake.usual for optimizer in (here, there))
+    usual, expected_usual = (optimizer.curvature.stages.steering.brake.usual for optimizer in (here, there))
     assert usual == pytest.approx(expected_usual, rel=1e-6), "the length of all updates"
 
 

@@ -91,7 +91,7 @@ class Game:
     @property
     def done(self) -> list[tuple[int, int | None]]:
         """For each player, how many refreshes have begun, and the last step with statistics."""
-        return [(engine.refreshes, engine.last_statistics) for engine in self.engines]
+        return [(engine.stages.refresher.refreshes, engine.stages.progress.last_statistics) for engine in self.engines]
 
     @property
     def weights(self) -> list[Tensor]:
@@ -102,14 +102,14 @@ class Game:
 def test_players_neither_refresh_nor_learn(kfac: Any, how: dict[str, Any]) -> None:
     game = Game(kfac, how)
     game.play(KNOWN)
-    assert game.done == [(1, 3)] * 2 and all(engine.plan().opposed for engine in game.engines)
+    assert game.done == [(1, 3)] * 2 and all(engine.stages.plan().opposed for engine in game.engines)
     for engine in game.engines:
-        engine._steering.graft.hundredths, engine._steering.trust.memory = 50, 5
+        engine.stages.steering.graft.hundredths, engine.stages.steering.trust.memory = 50, 5
     game.play(20)
     assert game.done == [(1, 21)] * 2
     for engine in game.engines:
-        assert engine._steering.graft.hundredths == 50 and engine._steering.trust.memory == 5
-        assert engine.report()["staleness"] == 24 and engine.last_refresh is None
+        assert engine.stages.steering.graft.hundredths == 50 and engine.stages.steering.trust.memory == 5
+        assert engine.report()["staleness"] == 24 and engine.stages.refresher.last_refresh is None
 
 
 @pytest.mark.parametrize(
@@ -137,20 +137,25 @@ def test_a_refresh_at_once_when_the_game_ends(
     game.play(20)
     engine, alone = game.engines[player], {"generates": player == 0, "discriminates": player == 1}
     before = pickle.dumps(game)
-    while engine.is_opposed:
-        assert engine.refreshes == 1 and engine.step_count <= 20 + opponents._LATELY
+    while engine.stages.is_opposed:
+        assert engine.stages.refresher.refreshes == 1 and engine.step_count <= 20 + opponents._LATELY
         before = pickle.dumps(game)
         game.play(1, **alone)
     last, weights = engine.step_count - 1, game.weights
-    assert engine.refreshes == 2 and engine.frozen_at == engine.last_refresh == last
-    for block in engine.trained.blocks:
+    assert (
+        engine.stages.refresher.refreshes == 2
+        and engine.stages.refresher.frozen_at == engine.stages.refresher.last_refresh == last
+    )
+    for block in engine.stages.blocks:
         for side in range(2):
             assert torch.equal(block.factors("in_use").matrix(side), block.factors("current").matrix(side))
     game.play(6, **alone)
-    assert engine.refreshes == 3 and engine.last_refresh == last + 6, "as scheduled from then on"
+    assert engine.stages.refresher.refreshes == 3 and engine.stages.refresher.last_refresh == last + 6, (
+        "as scheduled from then on"
+    )
     other: Game = pickle.loads(before)
-    other.engines[player]._steering.opposition.load({"opposes": 0})  # nor is anybody else known to be in a game
-    other.engines[player]._refresher.refresh_next_step()
+    other.engines[player].stages.steering.opposition.load({"opposes": 0})  # nor is anybody else known to be in a game
+    other.engines[player].stages.refresher.refresh_next_step()
     monkeypatch.setattr(opponents, "OPPONENTS", opponents.Opponents())
     other.play(1, **alone)
     torch.testing.assert_close(other.weights, weights, rtol=0, atol=0)
@@ -160,29 +165,29 @@ def test_a_refresh_that_was_not_due_in_a_game_is_made_when_it_is_due() -> None:
     game = Game(KFACAdam, {"lr": 0.01, "inv_update_steps": 60, "factor_update_steps": 4})
     game.play(10)
     game.play(30, generates=False)
-    assert not game.engines[1].is_opposed and game.engines[1].refreshes == 1
+    assert not game.engines[1].stages.is_opposed and game.engines[1].stages.refresher.refreshes == 1
     game.play(22, generates=False)
-    assert game.done[1][0] == 2 and game.engines[1].last_refresh == 60
+    assert game.done[1][0] == 2 and game.engines[1].stages.refresher.last_refresh == 60
 
 
 def test_a_game_that_only_statistics_show_is_watched_by_them() -> None:
     """The discriminator's. A generator knows of its opponent without them."""
     game = Game(KFACAdam, {"lr": 0.01}, zeroed_at_once=True)
     game.play(22)
-    assert all(engine.is_opposed for engine in game.engines)
+    assert all(engine.stages.is_opposed for engine in game.engines)
     game.play(2, generates=False)
-    assert game.engines[1].is_opposed
+    assert game.engines[1].stages.is_opposed
     game.play(1, generates=False)  # the next step with statistics
-    assert not game.engines[1].is_opposed and game.done[1] == (2, 24)
+    assert not game.engines[1].stages.is_opposed and game.done[1] == (2, 24)
 
 
 @pytest.mark.parametrize("zeroed_at_once", [False, True])
 def test_two_who_throw_gradients_away_do_not_keep_each_other_in_the_game(zeroed_at_once: bool) -> None:
     game = Game(KFACAdam, {"lr": 0.01}, zeroed_at_once=zeroed_at_once, detached=False)
     game.play(20)
-    assert all(engine._steering.opposition.opposes for engine in game.engines)
+    assert all(engine.stages.steering.opposition.opposes for engine in game.engines)
     game.train_apart(opponents._LATELY + 3)
-    assert not any(engine.is_opposed for engine in game.engines)
+    assert not any(engine.stages.is_opposed for engine in game.engines)
     assert all(refreshes > 1 for refreshes, _ in game.done)
 
 
@@ -233,7 +238,7 @@ def test_a_step_that_fails_is_none_that_was_taken_alone(monkeypatch: pytest.Monk
         with pytest.raises(pytest.fail.Exception, match="out of memory"):
             game.play(1)
     game.play(2)  # gradients are thrown away before the second step
-    opposition = game.engines[1]._steering.opposition
+    opposition = game.engines[1].stages.steering.opposition
     assert (opposition.since_lost, opposition.alone_for) == (1, 0)
 
 
@@ -245,7 +250,7 @@ def test_what_a_skipped_step_has_seen_of_a_game_is_saved() -> None:
         parameter.register_hook(lambda g: g * torch.nan)
     game.play(1)
     discriminator = game.optimizers[1]
-    assert discriminator.curvature.skipped_steps == 1
+    assert discriminator.curvature.stages.progress.skipped_steps == 1
     saved = through_a_file(discriminator.state_dict())
     assert [group["kfac_added_lost"] for group in saved["param_groups"]] == [1]
 
@@ -255,9 +260,9 @@ def test_a_dropped_player_is_forgotten_though_its_last_loss_is_kept() -> None:
     game = Game(*CLASSES[0])
     game.play(6)
     generator = game.optimizers[0]
-    assert generator.curvature.is_opposed
+    assert generator.curvature.stages.is_opposed
     loss = game._judged(torch.randn(8, 3), torch.randn(8, 4))
     game.optimizers, game.discriminator = [generator], nn.Linear(3, 1)
     gc.collect()
-    assert not generator.curvature.is_opposed
+    assert not generator.curvature.stages.is_opposed
     assert loss.requires_grad

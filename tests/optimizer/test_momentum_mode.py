@@ -562,8 +562,8 @@ def test_trust_is_learned_from_the_next_gradient(rate: float, momentum: float) -
         if len(textbook.lengths) > known:  # told when its length is learned, one step later
             factors.append(optimizer.curvature.report()["brake"])
             assert factors[-1] == pytest.approx(last, rel=1e-5)
-        assert optimizer.curvature.plan().moment_decay == (textbook.memory or 0) / 10
-        decays.append(optimizer.curvature.plan().moment_decay)
+        assert optimizer.curvature.stages.plan().moment_decay == (textbook.memory or 0) / 10
+        decays.append(optimizer.curvature.stages.plan().moment_decay)
         for name, p in model.named_parameters():
             if name in textbook.turns:
                 assert_near(optimizer.state[p]["kfac_turn"], textbook.turns[name], name, 1e-9)
@@ -584,8 +584,8 @@ def test_at_trust_1_three_steps_repeat_the_one_before_them(known: list[float], m
     model, batch = Net(), data()
     textbook = Textbook(model, lambda: Sgd(momentum=0.9), FULL)
     optimizer = KFACSGD(model, **(MODE | {"momentum": 0.9, "scaling": "graft", "lr": 0.5}))
-    textbook.trust = optimizer.curvature._steering.trust.notches = 10
-    optimizer.curvature._steering.brake.usual = sum(known)
+    textbook.trust = optimizer.curvature.stages.steering.trust.notches = 10
+    optimizer.curvature.stages.steering.brake.usual = sum(known)
     for _ in range(10):
         textbook.turns, textbook.lengths, textbook.length = {}, known, None  # from which it would learn
         textbook.step(batch, 0.5)
@@ -609,7 +609,7 @@ def test_without_a_first_moment_no_step_repeats_another(momentum: float, monkeyp
     model = Net()
     other = copy.deepcopy(model)
     learned, full = made(model, "graft"), made(other, FULL)
-    learned.curvature._steering.trust.notches = 10
+    learned.curvature.stages.steering.trust.notches = 10
     train_alike((model, learned), (other, full))
     assert_same_weights(model, other)
 
@@ -624,7 +624,7 @@ def test_what_adam_makes_of_a_single_gradient_is_not_repeated(monkeypatch: pytes
         KFACAdam(net, **(OTHERS | {"scaling": scaling, "betas": (0.0, 0.999)}))
         for net, scaling in ((model, "graft"), (other, FULL))
     )
-    learned.curvature._steering.trust.notches = 10
+    learned.curvature.stages.steering.trust.notches = 10
     train_alike((model, learned), (other, full))
     assert_same_weights(model, other)
 
@@ -670,7 +670,7 @@ def test_a_step_at_a_rate_of_0_teaches_nothing_and_is_not_repeated(base: type[KF
     model = Net()
     momentum = {"momentum": 0.9} if base is KFACSGD else {}
     optimizer: Any = base(model, **(OTHERS | {"scaling": "graft"} | momentum))
-    trust = optimizer.curvature._steering.trust
+    trust = optimizer.curvature.stages.steering.trust
     for rate in (0.05, 0.05, 0.05, 0.0, 0.05):
         trust.notches = 6  # at which the last of these steps would repeat the one before
         optimizer.param_groups[0]["lr"] = rate
@@ -816,7 +816,7 @@ def test_a_pause_of_the_momentum_brakes_nothing(nesterov: bool) -> None:
     torch.manual_seed(0)
     model = Net()
     optimizer = KFACSGD(model, **(MODE | {"momentum": 0.9, "nesterov": nesterov, "scaling": "graft", "lr": 1e-4}))
-    steering, batch, usual = optimizer.curvature._steering, data(), []
+    steering, batch, usual = optimizer.curvature.stages.steering, data(), []
     for step in range(40):
         for group in optimizer.param_groups:
             group["momentum"] = 0.0 if 12 <= step < 24 and not nesterov else 0.9
@@ -859,13 +859,13 @@ def test_a_layer_without_a_direction_counts_in_the_usual_length() -> None:
     how = {"momentum": 0.0, "scaling": "graft", "lr": 1e-3, "inv_update_steps": 100}
     optimizer, lengths = KFACSGD(model, **(MODE | how)), []
     for step in range(6):
-        optimizer.curvature._steering.trust.notches = 5  # every step is turned
+        optimizer.curvature.stages.steering.trust.notches = 5  # every step is turned
         optimizer.zero_grad()
         output = sum(layer(torch.randn(6, 3)) for layer in model[: 1 if step < 2 else 2])
         loss(output, torch.randn(6, 2)).backward()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         optimizer.step()
         if lengths:  # a length is learned one step later
-            assert optimizer.curvature._steering.brake.usual == pytest.approx(usual(lengths), rel=1e-6)
+            assert optimizer.curvature.stages.steering.brake.usual == pytest.approx(usual(lengths), rel=1e-6)
         lengths.append(float(torch.cat([g.flatten() for g in gradients]).norm()))
     assert len(gradients) == 4

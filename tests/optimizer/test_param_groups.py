@@ -291,16 +291,16 @@ def test_layers_that_join_late_do_not_wait_for_the_next_refresh(added: bool) -> 
         model[0].requires_grad_(False)
     optimizer = KFACSGD(rest if added else model.parameters(), model=model, **options)
     train(model, optimizer, range(5))
-    refreshes = optimizer.curvature.refreshes
+    refreshes = optimizer.curvature.stages.refresher.refreshes
     if added:
         optimizer.add_param_group({"params": first})
     model[0].requires_grad_(True)
     train(model, optimizer, range(5, 7))
-    assert optimizer.curvature.refreshes == refreshes + 1
+    assert optimizer.curvature.stages.refresher.refreshes == refreshes + 1
     assert "0" in optimizer.curvature.report()["layers"]
     train(model, optimizer, range(7, 12))
-    assert optimizer.curvature.refreshes == refreshes + 1
-    assert optimizer.curvature.last_refresh == 6
+    assert optimizer.curvature.stages.refresher.refreshes == refreshes + 1
+    assert optimizer.curvature.stages.refresher.last_refresh == 6
 
 
 def test_layers_that_train_in_turn_cost_no_refresh_in_every_step() -> None:
@@ -310,7 +310,7 @@ def test_layers_that_train_in_turn_cost_no_refresh_in_every_step() -> None:
     for step in range(40):
         model[0].requires_grad_(step % 2 == 0)
         train(model, optimizer, [step])
-    assert optimizer.curvature.refreshes <= 5
+    assert optimizer.curvature.stages.refresher.refreshes <= 5
 
 
 @pytest.mark.parametrize("frozen", [True, False])

@@ -282,14 +282,14 @@ def test_assignment_is_that_of_the_policy(strategy: Any, ranks: int) -> None:
     upper, lower = figure.axes
     table = np.asarray(lower.images[0].get_array())
     assert table.shape == (12, ranks)
-    for row, work in zip(table, engine.ranks.assignment.layers, strict=True):
+    for row, work in zip(table, engine.stages.ranks.assignment.layers, strict=True):
         assert {rank for rank in range(ranks) if row[rank] & 1} == set(work.gradient_workers)
         assert [rank for rank in range(ranks) if row[rank] & 2] == [work.inverse_workers[0]]
         assert [rank for rank in range(ranks) if row[rank] & 4] == [work.inverse_workers[1]]
     assert [label.get_text() for label in lower.get_yticklabels()] == [layer.name for layer in engine.layers]
-    mean = sum(engine.ranks.assignment.loads) / ranks
+    mean = sum(engine.stages.ranks.assignment.loads) / ranks
     assert [bar.get_height() for bar in upper.patches] == pytest.approx(
-        [load / mean for load in engine.ranks.assignment.loads]
+        [load / mean for load in engine.stages.ranks.assignment.loads]
     )
     # The legend names exactly what is drawn, in the colour it is drawn in.
     (legend,) = figure.legends

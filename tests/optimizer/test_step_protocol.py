@@ -311,7 +311,7 @@ def test_learning_rates_on_a_device_are_read_with_the_gradients() -> None:
         backward(model, 0)
         with HostReads() as counted, torch.no_grad():
             assert engine.update([p.grad for p in model.parameters() if p.grad is not None], lrs)
-        assert engine.refreshes == 1
+        assert engine.stages.refresher.refreshes == 1
         return counted.count
 
     assert reads(torch.tensor(0.0), 0.0, torch.tensor(0.1)) == reads(0.0, 0.0, 0.1)

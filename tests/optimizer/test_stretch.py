@@ -154,7 +154,7 @@ def test_steps_go_further_where_it_is_flat(kfac: Any, base: Any, how: dict[str, 
     assert differ == (rate > 0.1)
     shown = f"reach up to {seen[-1]:.2g}" if seen[-1] > reach.LEAST else "not stretched"
     assert shown in repr(optimizer.curvature)
-    for layer in optimizer.curvature.trained.blocks:
+    for layer in optimizer.curvature.stages.blocks:
         layer.set_reach(reach.LEAST)
     assert "not stretched" in repr(optimizer.curvature)
 
@@ -167,11 +167,11 @@ def test_directions_are_computed_in_every_step_while_a_layer_is_stretched(reache
     for _ in range(6):
         backward(model, data(), loss)
         optimizer.step()
-    optimizer.curvature._steering.trust.notches = 0
-    for block, reached in zip(optimizer.curvature.trained.blocks, reaches, strict=True):
+    optimizer.curvature.stages.steering.trust.notches = 0
+    for block, reached in zip(optimizer.curvature.stages.blocks, reaches, strict=True):
         block.set_reach(reached)
-    assert optimizer.curvature.plan().stretches
-    assert optimizer.curvature.plan().computes == (max(reaches) > reach.LEAST)
+    assert optimizer.curvature.stages.plan().stretches
+    assert optimizer.curvature.stages.plan().computes == (max(reaches) > reach.LEAST)
 
 
 @pytest.mark.usefixtures("soon_grown")
@@ -198,7 +198,7 @@ def test_the_graft_follows_the_sign_along_the_stretches(kfac: Any, momentum: flo
     other.load_state_dict(optimizer.state_dict())
     assert other.curvature.report()["graft"] == seen[-1]
     optimizer.curvature.damping = OfMean(DAMPING)  # directions keep their length, nothing is stretched
-    assert optimizer.curvature.plan().graft == 1
+    assert optimizer.curvature.stages.plan().graft == 1
     optimizer.curvature.damping = OfLargest(DAMPING)
     optimizer.param_groups[0]["momentum"] = 0.0
     for _ in range(4):
@@ -221,7 +221,7 @@ def test_directions_without_graft_are_the_damped_steps_of_the_base(
     oracle = Oracle(copy.deepcopy(model))
     for learned in (trust.Trust, graft.GraftShare, brake.Brake):
         monkeypatch.setattr(learned, "learn", lambda *_, **__: None)
-    steering = optimizer.curvature._steering
+    steering = optimizer.curvature.stages.steering
     steering.trust.notches, steering.trust.memory, steering.graft.hundredths = 5, 5, 0
     monkeypatch.setattr(trust.Trust, "repeats", lambda *_, **__: False)
     for _ in range(3):
@@ -249,7 +249,7 @@ def test_directions_without_graft_are_the_damped_steps_of_the_base(
         rate = max(0.0, float((u * m).sum() / (m * m).sum()))
         k = rate * gamma * pair.solve(m, gamma, False, "eigen")
         assert_near(turn, k - u, layer.name, 1e-6)
-        reached = optimizer.curvature.trained.reaches()[own[0]]
+        reached = optimizer.curvature.stages.trained.reaches()[own[0]]
         assert_near(change, 0.5 * (u + k) + reached * stretch, layer.name, 1e-6)
 
 
@@ -268,7 +268,7 @@ def test_factors_may_be_in_more_precision_than_the_steps(
         model = net().float()
         batch = [((inputs.float(),), targets.float()) for (inputs,), targets in data()]
         optimizer: Any = KFACSGD(model, lr=0.1, momentum=0.9, solver=solver, factor_dtype=dtype)
-        steering = optimizer.curvature._steering
+        steering = optimizer.curvature.stages.steering
         steering.trust.notches, steering.graft.hundredths = 5, 50
         for _ in range(4):
             backward(model, batch, loss)
@@ -283,7 +283,7 @@ def learned(slope: float, descent: float, times: int = 1) -> tuple[float, bool]:
     optimizer = KFACSGD(model, **options(0.1))
     backward(model, data(), loss)
     optimizer.step()
-    blocks, weight = optimizer.curvature.trained.blocks, model[2].weight
+    blocks, weight = optimizer.curvature.stages.blocks, model[2].weight
     assert isinstance(weight, nn.Parameter)
     for _ in range(times):
         too_long = reach.learn_reaches(blocks, {weight: (slope, descent)})
@@ -375,7 +375,9 @@ def test_a_resumed_run_stretches_alike(kfac: Any, base: Any, how: dict[str, Any]
     for _ in range(4):
         step(model, optimizer)
         step(other, resumed)
-        ours, theirs = (list(engine.trained.reaches().values()) for engine in (optimizer.curvature, resumed.curvature))
+        ours, theirs = (
+            list(engine.stages.trained.reaches().values()) for engine in (optimizer.curvature, resumed.curvature)
+        )
         assert ours == theirs and max(ours) > 0.01
         assert_identical(model, other)
 
@@ -414,7 +416,7 @@ def test_the_stretch_is_braked_with_the_step(monkeypatch: pytest.MonkeyPatch) ->
     backward(other, batch, loss)
     plain.step()
     monkeypatch.setattr(turning, "brake_of", lambda *_: 0.25)
-    optimizer.curvature._steering.brake.last = 0.25
+    optimizer.curvature.stages.steering.brake.last = 0.25
     monkeypatch.setattr(brake.Brake, "learn", lambda *_: None)  # that it is another one
     backward(model, batch, loss)
     backward(other, batch, loss)
@@ -429,7 +431,7 @@ def test_the_stretch_is_braked_with_the_step(monkeypatch: pytest.MonkeyPatch) ->
     before = [p.detach().clone() for p in model.parameters()]
     backward(model, batch, loss)
     optimizer.step()
-    reaches = optimizer.curvature.trained.reaches()
+    reaches = optimizer.curvature.stages.trained.reaches()
     for p, last in zip(model.parameters(), before, strict=True):
         assert optimizer.state[p]["kfac_stretch"] is noted[p], "it repeats"
         moved = last - p - 0.1 * optimizer.state[p]["momentum_buffer"]
@@ -449,7 +451,7 @@ def test_what_a_step_repeats(momentum: float, too_far: bool, monkeypatch: pytest
 
     for _ in range(3):
         step()
-    learned = optimizer.curvature._steering.trust
+    learned = optimizer.curvature.stages.steering.trust
     learned.notches, learned.memory, learned.brake = 5, 5, 1.0
     monkeypatch.setattr(type(learned), "learn", lambda *_, **__: None)
     monkeypatch.setattr(turning, "brake_of", lambda *_: None)
@@ -458,7 +460,7 @@ def test_what_a_step_repeats(momentum: float, too_far: bool, monkeypatch: pytest
     before = {p: p.detach().clone() for p in model.parameters()}
     monkeypatch.setattr(plan, "learn_reaches", lambda *_: set(model.parameters()) if too_far else set())
     step()
-    for p, reached in optimizer.curvature.trained.reaches().items():
+    for p, reached in optimizer.curvature.stages.trained.reaches().items():
         update = optimizer.state[p]["momentum_buffer"] if momentum else p.grad
         turned, stretched = noted[p].get("kfac_change", torch.zeros_like(p)), noted[p]["kfac_stretch"]
         assert bool(turned.any()) == (momentum > 0) and bool(stretched.any())
@@ -506,7 +508,9 @@ def test_a_discriminator_is_not_stretched(zero: Any, generator_first: bool, froz
         if not generator_first:
             generate()
     copied = copy.deepcopy(((generator, discriminator), players))
-    assert all(opponents.OPPONENTS.exist_for(player.curvature._steering.opposition) for player in copied[1].values())
+    assert all(
+        opponents.OPPONENTS.exist_for(player.curvature.stages.steering.opposition) for player in copied[1].values()
+    )
     for player in players.values():
         assert player.curvature.reach == 0
         assert "steps left to the base optimizer: two networks seem to train against each other" in repr(
@@ -515,7 +519,7 @@ def test_a_discriminator_is_not_stretched(zero: Any, generator_first: bool, froz
         assert not any("kfac_stretch" in state for state in player.state.values())
     resumed = KFACAdam(discriminator.parameters(), **options(0.01))
     resumed.load_state_dict(players[discriminator].state_dict())
-    assert resumed.curvature._steering.opposition.opposes
+    assert resumed.curvature.stages.steering.opposition.opposes
     players[discriminator] = resumed
     for _ in range(20):  # without the discriminator from now on
         zero(generator, players[generator])
@@ -549,8 +553,8 @@ def test_players_take_the_steps_of_the_base_class(
 
     for _ in range(4):
         step(plays=True)
-    assert optimizer.curvature.plan().opposed
-    steering = optimizer.curvature._steering
+    assert optimizer.curvature.stages.plan().opposed
+    steering = optimizer.curvature.stages.steering
     steering.trust.notches = 5
     twin = copy.deepcopy(player)
     reference = base(twin.parameters(), lr=0.01, **how)
@@ -565,7 +569,10 @@ def test_players_take_the_steps_of_the_base_class(
         assert steering.trust.notches == 5 and optimizer.curvature.report()["trust"] == 0
     for _ in range(opponents._LATELY + 2):
         step(plays=False)
-    assert not optimizer.curvature.plan().opposed and optimizer.curvature.plan().trust == steering.trust.value
+    assert (
+        not optimizer.curvature.stages.plan().opposed
+        and optimizer.curvature.stages.plan().trust == steering.trust.value
+    )
 
 
 class Chain(nn.Module):
@@ -590,7 +597,7 @@ def is_a_game(between: Any, *, steps: int = 6) -> bool:
         optimizer.zero_grad()
         model.second(torch.randn(6, 2)).square().mean().backward()
         optimizer.step()
-    return optimizer.curvature._steering.opposition.is_opponent
+    return optimizer.curvature.stages.steering.opposition.is_opponent
 
 
 def train_the_first(model: Chain, x: Tensor) -> None:
@@ -635,7 +642,7 @@ def test_players_may_be_stretched_all_the_same() -> None:
         optimizer.zero_grad()
         backward(model, data(), loss)
         optimizer.step()
-    assert optimizer.curvature._steering.opposition.opposes and optimizer.curvature.reach > 0
+    assert optimizer.curvature.stages.steering.opposition.opposes and optimizer.curvature.reach > 0
     assert "not stretched" not in repr(optimizer.curvature)
 
 
@@ -681,10 +688,10 @@ def test_a_discriminator_is_known_by_what_is_added_to_its_last_gradients(
         resumed.load_state_dict(own.state_dict())
     loaded = through_a_file((models, ours, theirs), plain=False)
     for trio in ((models, ours, theirs), (models, *again), loaded):
-        assert trio[2].curvature._steering.opposition.is_opponent
-        assert trio[1].curvature.reach == 0 and not trio[1].curvature._steering.opposition.is_opponent
+        assert trio[2].curvature.stages.steering.opposition.is_opponent
+        assert trio[1].curvature.reach == 0 and not trio[1].curvature.stages.steering.opposition.is_opponent
         play(*trio)
-        assert trio[2].curvature._steering.opposition.is_opponent and trio[1].curvature.reach == 0
+        assert trio[2].curvature.stages.steering.opposition.is_opponent and trio[1].curvature.reach == 0
     assert not any("kfac_stretch" in state for state in ours.state.values())
 
 
@@ -703,7 +710,7 @@ def test_what_is_cleared_twice_or_after_a_skipped_step_is_no_opponents() -> None
             model.zero_grad(set_to_none=False)
         optimizer.zero_grad(set_to_none=False)
         optimizer.zero_grad(set_to_none=False)
-    assert optimizer.curvature._steering.opposition.throws == 0
+    assert optimizer.curvature.stages.steering.opposition.throws == 0
     hooks = [p._post_accumulate_grad_hooks for p in model.parameters() if p._post_accumulate_grad_hooks]
     assert len(hooks) == 0  # of no step that has passed
 
@@ -740,8 +747,8 @@ def test_reach_is_learned_alike_however_the_step_is_taken(how: dict[str, Any]) -
         optimizer.step()
         changed.step()
         assert_near(
-            torch.tensor(list(changed.curvature.trained.reaches().values())),
-            torch.tensor(list(optimizer.curvature.trained.reaches().values())),
+            torch.tensor(list(changed.curvature.stages.trained.reaches().values())),
+            torch.tensor(list(optimizer.curvature.stages.trained.reaches().values())),
         )
     assert optimizer.curvature.reach > 0.012
 
@@ -778,7 +785,7 @@ def test_a_rate_that_rises_again_or_jumps_leaves_the_stretch_as_long_as_it_was(
             own.param_groups[0]["lr"] = rate
         backward(net, batch, loss)
         own.step()
-        return torch.tensor(list(own.curvature.trained.reaches().values()))
+        return torch.tensor(list(own.curvature.stages.trained.reaches().values()))
 
     rises = [(0.01, 1)] * 5 + [(0.02, 1), (0.06, 3), (0.002, 1), (0.003, 1.5), (0.0, 1), (0.02, 20 / 3), (0.02, 1)]
     for rate, rise in rises:
@@ -847,7 +854,7 @@ def test_who_throws_gradients_away_alone_has_no_opponent(rival: Any, go_on: Any)
         optimizer.zero_grad()
         backward(model, data(), loss)
         optimizer.step()
-        seen.append(optimizer.curvature._steering.opposition.is_opponent)
+        seen.append(optimizer.curvature.stages.steering.opposition.is_opponent)
     assert all(seen[2:15]) and seen[-1] == bool(players)
     assert (optimizer.curvature.reach > 0) == (not players)
 
@@ -873,7 +880,7 @@ def test_an_optimizer_that_wraps_this_one_is_no_opponent() -> None:
         optimizer.zero_grad()
         backward(model, data(), loss)  # thrown away
         wrapping.step(lambda: backward(model, data(), loss))
-    assert optimizer.curvature.plan().stretches
+    assert optimizer.curvature.stages.plan().stretches
 
 
 @pytest.mark.parametrize("go_on", GOING_ON.values(), ids=GOING_ON)
@@ -889,7 +896,7 @@ def test_whoever_goes_on_knows_that_frozen_layers_have_served_others(go_on: Any)
         optimizer.zero_grad()
         backward(model, data(), loss)
         optimizer.step()
-        assert optimizer.curvature._steering.opposition.opposes is not False
+        assert optimizer.curvature.stages.steering.opposition.opposes is not False
 
 
 def test_loading_a_state_forgets_that_frozen_layers_have_served_others() -> None:
@@ -897,13 +904,13 @@ def test_loading_a_state_forgets_that_frozen_layers_have_served_others() -> None
     optimizer = KFACSGD(model, **options(0.1, momentum=0.9))
     backward(model, data(), loss)
     optimizer.step()
-    state, known = optimizer.state_dict(), optimizer.curvature.counters()
+    state, known = optimizer.state_dict(), optimizer.curvature.stages.counters()
     model.requires_grad_(False)
     loss(model(nn.Linear(3, 3)(torch.randn(6, 3))), torch.randn(6, 2)).backward()
     model.requires_grad_(True)
-    assert optimizer.curvature.counters()["added_lost"] == 1
+    assert optimizer.curvature.stages.counters()["added_lost"] == 1
     optimizer.load_state_dict(state)
-    assert optimizer.curvature.counters() == known
+    assert optimizer.curvature.stages.counters() == known
 
 
 @pytest.mark.parametrize("ways", [("saved", "into a used one"), ("copied", "pickled")], ids=" or ".join)
@@ -937,7 +944,7 @@ def test_whoever_goes_on_knows_what_was_thrown_away_since_the_last_step(
             optimizer.zero_grad()
             backward(model, batch, loss)
             optimizer.step()
-            known = optimizer.curvature.counters()
+            known = optimizer.curvature.stages.counters()
             told = [known[name] for name in ("opposes", "suspected", "throws", "since_lost", "alone_for")]
             found.append([*told, *(p.tolist() for p in model.parameters())])
         return found
@@ -960,7 +967,7 @@ def test_a_skipped_step_makes_no_opponent() -> None:
             optimizer.zero_grad()
             backward(model, data(), loss)
         optimizer.step()
-        known.append(optimizer.curvature._steering.opposition.opposes)
+        known.append(optimizer.curvature.stages.steering.opposition.opposes)
     assert known == [None, False, False, False, False, False]
     registry, here, there = opponents.Opponents(), nn.Identity(), nn.Identity()
     registry.step(there, opposes=True)
@@ -986,21 +993,21 @@ def test_a_stretch_that_was_too_long_is_left_out_until_the_next_directions(monke
     for _ in range(4):
         step()
     monkeypatch.setattr(trust, "_YOUNG", 1)
-    assert all(optimizer.curvature._steering.trust.repeats(step, stretches=True) for step in (4, 5))
+    assert all(optimizer.curvature.stages.steering.trust.repeats(step, stretches=True) for step in (4, 5))
     for p in model.parameters():  # as if every layer's stretch had led up a wall
         optimizer.state[p]["kfac_stretch"].neg_()
     before = {p: p.detach().clone() for p in model.parameters()}
-    reached = optimizer.curvature.trained.reaches()
+    reached = optimizer.curvature.stages.trained.reaches()
     for _ in range(2):
         step()
         for p, old in before.items():
             assert_near((old - p.detach()) / 0.1, optimizer.state[p]["momentum_buffer"], rel=1e-9)
             assert "kfac_stretch" not in optimizer.state[p]
             old.copy_(p)
-    fallen = optimizer.curvature.trained.reaches()
+    fallen = optimizer.curvature.stages.trained.reaches()
     assert all(3e-4 <= fallen[p] < reached[p] for p in fallen)
     step()
-    assert optimizer.curvature.trained.reaches() == fallen
+    assert optimizer.curvature.stages.trained.reaches() == fallen
     assert all("kfac_stretch" in optimizer.state[p] for p in fallen)
 
 
@@ -1019,7 +1026,7 @@ def test_of_each_parameter_what_is_recorded_is_compared() -> None:
         assert p.grad is not None
         return float((p.grad * optimizer.state[p][key]).sum())
 
-    found = lessons_of(optimizer, buckets_of(optimizer), optimizer.curvature.watch)
+    found = lessons_of(optimizer, buckets_of(optimizer), optimizer.curvature.stages.steering.watch)
     turned, stretched = [second, *others], [first, *others]
     assert found.turn == pytest.approx(sum(along(p, "kfac_turn") for p in turned), rel=1e-9)
     assert isinstance(found.stretched.after, Tensor) and found.stretched.params == stretched
@@ -1055,7 +1062,7 @@ def test_heads_that_are_used_in_turn_all_get_directions(kfac: Any, how: dict[str
         if number >= heads:
             assert "kfac_turn" in optimizer.state[model.heads[model.used].weight]
         if number:
-            assert optimizer.curvature.plan().usual_length > 0
+            assert optimizer.curvature.stages.plan().usual_length > 0
 
 
 def test_a_skipped_step_keeps_what_the_next_one_learns() -> None:
@@ -1069,7 +1076,7 @@ def test_a_skipped_step_keeps_what_the_next_one_learns() -> None:
             model[0].weight.grad.fill_(float("nan"))  # type: ignore[union-attr, operator]
         optimizer.step()
         noted = sum("kfac_length" in state for state in optimizer.state.values())
-        seen.append((noted, optimizer.curvature._steering.brake.seen))
+        seen.append((noted, optimizer.curvature.stages.steering.brake.seen))
     assert seen == [(1, 0), (1, 1), (1, 1), (1, 1), (1, 2)]
 
 

@@ -325,7 +325,7 @@ def test_estimated_memory_is_what_is_then_held(options: str) -> None:
     # The estimates leave out the weights of averages and the cosine of each layer, gamma, the unit of damping and the
     # two largest eigenvalues of each pair, and of channels the layer that they belong to; and, in the steps that look
     # whether somebody changes them, a norm of each parameter.
-    optimizer.curvature.watch.note(())
+    optimizer.curvature.stages.steering.watch.note(())
     layers = optimizer.curvature.layers
     weights, gammas = 4 * 8 * len(layers), 4 * sum(layer.pairs for layer in layers)
     cosines, channels = 4 * len(layers), 8 * model.bn.num_features
@@ -349,7 +349,7 @@ def test_layers_of_one_shape_that_are_used_in_turn_hold_their_decompositions_onc
         optimizer.zero_grad()
         sum(heads[i](torch.randn(8, 40)).square().mean() for i in range(2) if step == 0 or i == step % 2).backward()
         optimizer.step()
-        optimizer.curvature.watch.note(())
+        optimizer.curvature.stages.steering.watch.note(())
         held.append(reachable_bytes(optimizer.curvature))
     smallest = 4 * 30 * 30  # the eigenvectors of one G
     assert held[-1] < held[0] + smallest
@@ -410,7 +410,7 @@ def test_table_of_several_ranks() -> None:
     engine = CurvatureEngine(model, communicator=LocalCommunicator(1, 4), assignment=KAISA(grad_worker_fraction=0.5))
     lines = repr(engine).splitlines()
     rows = {line.split()[0]: line for line in lines if line[:2] in ("0 ", "1 ")}
-    for i, workers in enumerate(engine.ranks.assignment.layers):
+    for i, workers in enumerate(engine.stages.ranks.assignment.layers):
         assert "A {}, G {}".format(*workers.inverse_workers) in rows[str(i)]
         assert "{}, {}".format(*workers.gradient_workers) in rows[str(i)]
     costs = [11.0**3, 20.0**3, 21.0**3, 30.0**3]  # the second layer is dearer: one row of the grid each

@@ -317,7 +317,7 @@ def with_strategy(rank: int, world_size: int, ranks_per_node: int | None) -> Out
     train(wrapped, optimizer, range(6), rank=rank, world_size=world_size)
     curvature = optimizer.curvature
     traffic = curvature.report()["traffic"].get("directions", {"sent": 0.0})["sent"]
-    return values(model), [layer.gradient_workers for layer in curvature.ranks.assignment.layers], traffic
+    return values(model), [layer.gradient_workers for layer in curvature.stages.ranks.assignment.layers], traffic
 
 
 def with_strategies(rank: int, world_size: int) -> list[Outcome]:

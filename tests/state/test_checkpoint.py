@@ -111,7 +111,7 @@ def test_a_refresh_in_progress_ends_where_refreshes_are_not_spread(other: dict[s
     model = make_model(0)
     optimizer = KFACSGD(model, lr=0.1)
     step = 0
-    while optimizer.curvature._refresher.in_progress is None:
+    while optimizer.curvature.stages.refresher.in_progress is None:
         train(model, optimizer, [step])
         step += 1
     state = through_a_file(optimizer.state_dict())
@@ -119,8 +119,11 @@ def test_a_refresh_in_progress_ends_where_refreshes_are_not_spread(other: dict[s
     resumed = KFACSGD(model, lr=0.1, **other)
     resumed.load_state_dict(state)
     train(model, resumed, range(step, step + 12))
-    assert resumed.curvature._refresher.in_progress is None
-    assert resumed.curvature.frozen_at is not None and resumed.curvature.frozen_at >= step - 1
+    assert resumed.curvature.stages.refresher.in_progress is None
+    assert (
+        resumed.curvature.stages.refresher.frozen_at is not None
+        and resumed.curvature.stages.refresher.frozen_at >= step - 1
+    )
 
 
 def test_hooks_on_loading_are_heard_before_the_state_is_judged() -> None:
@@ -237,7 +240,7 @@ def test_a_run_is_resumed_all_of_whose_steps_were_skipped(
     """The base class has no state yet, and takes one that is not empty for its own."""
     model, optimizer = build(kfac)
     train(model, optimizer, [0], loss=lambda output, _: output.sum() * math.nan)
-    assert optimizer.curvature.skipped_steps == 1
+    assert optimizer.curvature.stages.progress.skipped_steps == 1
     model2, optimizer2 = again(model, optimizer)
     assert_go_on_alike(range(K), (model, optimizer), (model2, optimizer2))
 
@@ -659,13 +662,13 @@ def test_the_dry_step_creates_all_state_and_changes_nothing(kfac: Any, options: 
 def test_a_dry_step_after_a_backward_pass_does_not_count_either() -> None:
     """Its gradients may have been dropped by hand."""
     model, optimizer = build(KFACSGD)
-    counters = optimizer.curvature.counters()
+    counters = optimizer.curvature.stages.counters()
     backward(model, 0)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.param_groups[0]["lr"] = 0.0
     optimizer.step()
-    assert optimizer.curvature.counters() == counters
+    assert optimizer.curvature.stages.counters() == counters
 
 
 @pytest.mark.fast("^KFACSGD-(paper|spread-)|^KFACLAMB-half-True")
@@ -791,7 +794,7 @@ def test_frozen_layers_take_no_memory_until_they_train() -> None:
     for trained, by in ((model, optimizer), (whole, resumed)):
         train(trained, by, range(6, 14), shape=(16, 6))
         assert kept(by) == ["0.weight", "2.weight", "4.weight"]
-        assert all(block.has_direction for block in by.curvature.trained.blocks)
+        assert all(block.has_direction for block in by.curvature.stages.blocks)
     assert_identical(model, whole)
     state = optimizer.state_dict()
     del state["state"][0]["kfac"]

@@ -82,7 +82,7 @@ def test_a_copy_of_the_optimizer_alone_has_its_own_model(kfac: Any, copied: Call
     model, optimizer = build(kfac)
     train(model, optimizer, range(5))
     optimizer2 = copied(optimizer)
-    model2 = optimizer2.curvature.trained.model
+    model2 = optimizer2.curvature.stages.trained.model
     assert [id(p) for g in optimizer2.param_groups for p in g["params"]] == list(map(id, model2.parameters()))
     assert not set(model.parameters()) & set(model2.parameters())
     train(model2, optimizer2, range(5, 10))
@@ -426,7 +426,7 @@ def test_a_saved_model_needs_nothing_of_this_package() -> None:
         loaded = unpacked(file)
     x = torch.randn(5, 4)
     assert torch.equal(loaded(x), model(x))
-    assert optimizer.curvature.last_refresh is not None
+    assert optimizer.curvature.stages.refresher.last_refresh is not None
 
 
 def test_a_loaded_model_is_watched_once() -> None:
@@ -504,7 +504,7 @@ def test_a_traced_graph_module_is_trained_or_a_copy_is_traced(watched: str) -> N
     before, x = values(model), torch.randn(5, 4)
     untouched = torch.fx.symbolic_trace(copy.deepcopy(model))
     untouched(x).sum().backward()
-    assert first.curvature._capture._passes.statistics.terms == []
+    assert first.curvature.stages.capture._passes.statistics.terms == []
     assert all(torch.equal(p, q) for p, q in zip(values(model), before, strict=True))
 
 

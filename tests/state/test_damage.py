@@ -130,7 +130,7 @@ def test_factors_in_another_precision_load(before: torch.dtype, after: torch.dty
     resumed.load_state_dict(through_a_file(optimizer.state_dict()))
     assert_same_factors(resumed, optimizer, rel=2 * torch.finfo(after).eps)
     for name in ("in_use", "pending"):
-        for block, twin in zip(optimizer.curvature.trained.blocks, resumed.curvature.trained.blocks, strict=True):
+        for block, twin in zip(optimizer.curvature.stages.blocks, resumed.curvature.stages.blocks, strict=True):
             for side in range(2):
                 expected, found = (b.factors(name).matrix(side).double() for b in (block, twin))  # type: ignore[arg-type]
                 assert_near(found, expected, f"{block.layer.name}, {name}", rel=2 * torch.finfo(after).eps)
@@ -195,7 +195,7 @@ def test_tensors_that_are_views_of_others_load() -> None:
 def test_numbers_that_a_tool_made_floats_of_load() -> None:
     """Counters and checksums do; options keep their types."""
     state, optimizer = trained(), build()[1]
-    counters = tuple(f"kfac_{name}" for name in (*optimizer.curvature.stage_counters(), "checksum"))
+    counters = tuple(f"kfac_{name}" for name in (*optimizer.curvature.stages.counters(), "checksum"))
     for group in state["param_groups"]:
         group.update({k: float(v) for k, v in group.items() if k.startswith(counters)})
     optimizer.load_state_dict(state)
@@ -413,4 +413,4 @@ def test_factors_of_an_interrupted_first_step_may_be_moved(monkeypatch: pytest.M
             train(model, optimizer, range(1))
     move_state_of(optimizer)
     train(model, optimizer, range(1))
-    assert optimizer.curvature.refreshes == 1
+    assert optimizer.curvature.stages.refresher.refreshes == 1

@@ -20,6 +20,7 @@ from kfac_optim import KFACSGD, CurvatureEngine
 from kfac_optim.common import precision
 from kfac_optim.preconditioning import Preconditioner
 from kfac_optim.refresh.refresher import Refresher
+from kfac_optim.saved_state import engine as engine_state
 from tests.helpers.compare import assert_identical, factors_of
 from tests.helpers.files import through_a_file
 from tests.helpers.settings import CLASSES, SETTINGS
@@ -131,13 +132,14 @@ def test_the_state_is_whole_after_a_step_that_was_interrupted(
     loss_of(model, 4).backward()
     due = optimizer.curvature.inv_update_steps
     optimizer.curvature.inv_update_steps = 1
-    refreshed = optimizer.curvature.last_refresh
+    refreshed = optimizer.curvature.stages.refresher.last_refresh
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Refresher if where == "_finish" else CurvatureEngine, where, interrupt)
+        owners: dict[str, object] = {"adopt_states": engine_state, "_finish": Refresher}
+        patch.setattr(owners.get(where, CurvatureEngine), where, interrupt)
         optimizer.step()
     optimizer.curvature.inv_update_steps = due
     if where != "directions":
-        assert optimizer.curvature.last_refresh == refreshed
+        assert optimizer.curvature.stages.refresher.last_refresh == refreshed
     other.load_state_dict(through_a_file(optimizer.state_dict()))
     expected = factors_of(optimizer)
     assert expected and all(torch.equal(factors_of(other)[name], factor) for name, factor in expected.items())

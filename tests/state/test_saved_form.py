@@ -92,7 +92,7 @@ def test_a_run_goes_on_and_back_bit_for_bit(case: str, tmp_path: Path) -> None:
 def test_an_optimizer_that_trusts_directions_fully_goes_back_to_a_time_when_it_did_not(tmp_path: Path) -> None:
     """Its turn and its change are one tensor, those in the checkpoint two, which are read into what it shows."""
     model, optimizer = made("AdamW, not stretched")
-    trust = optimizer.curvature._steering.trust
+    trust = optimizer.curvature.stages.steering.trust
     trust.notches = 5
     for t in range(STEPS):
         if t == 6:
@@ -193,6 +193,6 @@ def test_a_projection_before_a_step_is_found_by_copies_and_resumed_runs(way: str
                     optimizer.load_state_dict(state[1])
             with torch.no_grad():
                 model[3].weight.clamp_(-0.3, 0.3)  # type: ignore[index, operator, union-attr]
-        assert optimizer.curvature.trained.blocks[2].is_constrained
+        assert optimizer.curvature.stages.blocks[2].is_constrained
         ends.append(model)
     assert_identical(*ends)

@@ -1,0 +1,336 @@
+"""The curvature engine, which calls the stages of the pipeline in order.
+
+What a step does, in order::
+
+    learn trust and reach from what the new gradients say about the last step
+    fold the captured moments into the running averages          (statistics steps; drop non-finite micro-batches)
+    if due: pool the factors of all ranks, decompose them on their inverse workers (eqs. 11-13 or 8-10), exchange
+    precondition on the gradient workers; exchange
+    scale (kl_clip, unit, orthogonal, graft)
+
+``update`` does the first three lines, ``directions`` the last two, ``advance`` ends the step. The stages, each of which
+owns its state, are put together in :mod:`~kfac_optim.stages`. ``update`` and ``directions`` leave ``.grad`` alone:
+an optimizer of this package or :meth:`~kfac_optim.CurvatureEngine.precondition_` applies the directions.
+
+``inv_`` in names of options is the paper's prefix; it refers to decompositions by any solver.
+
+With several ranks, all communication takes place within a step, in the same order on all ranks, whichever layers they
+have used: what is due depends on the step alone, and what is sent depends on the assignment alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .capture import TakenStatistics
+from .common.rates import Scalar
+from .common.user_warning import warn_user
+from .config import Config, describe, options, refuse_unknown, signature
+from .diagnostics import memory
+from .diagnostics import report as reports
+from .distributed import full_gradient, set_full_gradient_
+from .layers import KroneckerLayer
+from .saved_state import engine as engine_state
+from .scaling import traits_of
+from .stacks import Directions, StepVectors, by_parameter
+from .stages import Stages
+from .steering import Lessons, Readings
+
+__all__ = ["CurvatureEngine"]
+
+
+class CurvatureEngine(Config):
+    __doc__ = f"""Everything about curvature for one model; ``optimizer.curvature`` of the optimizers of this package.
+
+    Args:
+        model: The module to watch, raw or wrapped (DDP, torch.compile), or the parameters (or parameter groups) whose
+            owning modules are then found by identity.
+        params: The parameters that are trained; default: all of the model's. Layers whose weight is not among them get
+            no hooks.
+{describe()}
+
+    Raises:
+        TypeError: If an argument is unknown or of the wrong kind, or the model is wrapped in torch's first FSDP.
+        ValueError: If a value is out of range, or the model owns none of ``params``.
+
+    Warns:
+        UserWarning: If no module owns any of the parameters: all of them then train by the base rule.
+    """
+
+    def __init__(
+        self, model: nn.Module | Iterable[Any], params: Iterable[nn.Parameter] | None = None, **given: Any
+    ) -> None:
+        refuse_unknown(type(self).__name__, given, list(options()))
+        super().__init__(**given)
+        self.stages = Stages(self, model, params)
+        self._is_noop = False  # the step in progress changes nothing; see update()
+        self._end_construction()
+
+    __signature__ = signature(__init__)
+
+    def _option_changed(self) -> None:
+        self.stages.check_scaling()
+        self.stages.prepare_statistics()
+
+    # The step -------------------------------------------------------------------------------------------------------
+
+    def update(
+        self, gradients: Sequence[Tensor], lrs: Iterable[Scalar] = (1.0,), lessons: Lessons | None = None
+    ) -> bool:
+        """The first half of a step: takes up what was captured and refreshes the decompositions if that is due.
+
+        Args:
+            gradients: The gradients of all trained parameters.
+            lrs: The learning rates of the step. If all of them and all gradients are 0, the step only makes room for
+                factors; torch.distributed.checkpoint takes such a step.
+            lessons: What the gradients say about the last step; None: nothing is to be learned from it.
+
+        Returns:
+            Whether the step is to be taken; False if a gradient is not finite.
+
+        Raises:
+            RuntimeError: If the model was trained but none of its layers was seen; on all ranks, if they have built
+                different optimizers, their hyperparameters differ, or a gradient was not finite on some of them only.
+        """
+        self._is_noop, stages = False, self.stages
+        if stages.closed:
+            return True
+        stages.prepare_ranks()
+        blocks, capture, refresher, step = stages.blocks, stages.capture, stages.refresher, stages.progress.step
+        # Also in a step that is a no-op: torch.distributed.checkpoint takes one to make the state exist.
+        stages.make_room(blocks)
+        if not refresher.has_begun:  # no layer counts as new yet
+            for block in blocks:
+                block.note_trains()
+        statistics = capture.take()
+        stages.steering.opposition.begin_step(step, collects=capture.enabled)
+        read = Readings(gradients, list(lrs), lessons, statistics.flags)
+        moves = read.rate != 0
+        trains = read.largest > 0 and moves
+        self._is_noop = read.largest == 0 and not moves
+        if self._is_noop:
+            return True
+        if not math.isfinite(read.largest):
+            stages.progress.skip()
+            stages.compare_if_due(finite=False)
+            stages.restart_for_new_layers()
+            self.skip_directions()  # other ranks may be waiting for them
+            stages.prepare_statistics()
+            return False
+        stages.compare_if_due(finite=True)
+        stages.steering.learn(blocks, read)
+        if not blocks:  # everything trains by the base rule
+            return True
+        if capture.enabled:
+            self._take_up(statistics, read.flags, trains=trains)
+        del statistics  # as large as the factors, so freed before a refresh needs memory
+        refresher.rebuild(step, blocks, stages.comm)
+        if refresher.is_due(self, step):
+            if stages.is_opposed:  # nobody needs directions: it is put off until they do
+                refresher.refresh_next_step()
+            else:
+                self._refresh(trains)
+        refresher.work_off(step, stages.comm)
+        stages.preconditioner.release(blocks, self.damping_rule)
+        stages.restart_for_new_layers()
+        return True
+
+    def _take_up(self, statistics: TakenStatistics, flags: Iterable[float], *, trains: bool) -> None:
+        """Adds what was captured to the running averages (a collective).
+
+        ``flags``: those of the statistics, read from the device; ``trains``: whether this step changes weights.
+        """
+        stages = self.stages
+        blocks, comm, alone, progress = stages.blocks, stages.comm, stages.ranks.alone, stages.progress
+        averaging, sightings, opposition = stages.averaging, stages.sightings, stages.steering.opposition
+        resolved = statistics.resolve(flags)
+        unseen = sightings.count_step(statistics, resolved, trains=trains)
+        with stages.stopwatch.stage("factor update"):
+            decay, reports = self.at("factor_decay", progress.step), [unseen, *opposition.report()]
+            anything, (blind, *reported) = averaging.fold(blocks, resolved, decay, self.slack, comm, reports)
+            opposition.hear(reported)
+            sightings.note(blocks, resolved, blind=blind > 0 and not anything, alone=alone)
+            if alone or stages.ranks.assignment.shares_factors:
+                averaging.pool(blocks, comm)
+        progress.note_statistics()
+        sightings.require()
+
+    def _refresh(self, trains: bool) -> None:
+        """Starts a refresh of the layers seen, if it is still due; ``trains``: whether this step changes weights."""
+        stages = self.stages
+        blocks, comm, progress, refresher = stages.blocks, stages.comm, stages.progress, stages.refresher
+        stages.averaging.pool(blocks, comm)
+        ready, step, pace = [block for block in blocks if block.has_data()], progress.step, refresher.pace
+        if ready:
+            pace.measure(ready, self.at("factor_batch_fraction", step), comm.world_size)
+            if not refresher.is_due(self, step):
+                return
+            stages.sightings.warn(blocks)
+            refresher.start(step, ready, self.damping_rule, pace.spread(self, step), comm)
+            return
+        seen_nothing = progress.last_statistics == step and not stages.averaging.skipped_batches
+        # Every step collects statistics until there are some. Several ranks do not stop because of what one has seen:
+        # they would disagree.
+        if not (stages.ranks.alone and all(block.never_seen for block in blocks)):
+            progress.collect_next_step()
+        has_gradients = any(layer.weight.grad is not None for layer in self.layers)
+        stages.sightings.warn(blocks)
+        stages.sightings.require(missing=trains and seen_nothing and has_gradients)
+
+    def directions(
+        self,
+        vectors: Mapping[nn.Parameter, Tensor],
+        lr: Scalar | Mapping[nn.Parameter, Scalar],
+        updates: Mapping[nn.Parameter, Tensor] | None = None,
+        *,
+        keeps_zeros: bool = False,
+    ) -> Directions:
+        """The second half of a step: the preconditioned and scaled vectors.
+
+        Args:
+            vectors: What to precondition (gradients or first moments), by parameter.
+            lr: The current learning rate, for the scaling; by parameter if there are several.
+            updates: What the base optimizer would make of the vectors, per unit of the learning rate; where it is left
+                out: the vectors themselves.
+            keeps_zeros: Whether directions are zero wherever the vectors are.
+
+        Returns:
+            Directions of the layers that have a decomposition and a vector.
+        """
+        stages = self.stages
+        return stages.preconditioner.directions(
+            stages.blocks,
+            StepVectors(vectors, updates or {}, lr),
+            stages.comm,
+            damping=self.damping_rule,
+            scaling=self.scaling,
+            step=stages.progress.step,
+            keeps_zeros=keeps_zeros,
+        )
+
+    def skip_directions(self) -> None:
+        """Takes the place of :meth:`directions` in a step that is not turned (a collective).
+
+        Ranks that exchange directions do so in every step: what is sent must not depend on what one rank has learned.
+        """
+        self.stages.preconditioner.send_zeros(self.stages.blocks, self.scaling, self.stages.comm)
+
+    def advance(self, left: Mapping[nn.Parameter, Tensor] | None = None) -> None:
+        """Ends the step; ``left``: the gradients that it leaves in ``.grad``, for :meth:`discard`."""
+        stages = self.stages
+        stages.signs.note_left(None if stages.closed else left)
+        if not self._is_noop:
+            stages.progress.advance()
+        stages.prepare_statistics()
+
+    def discard(self) -> None:
+        """Discards what was captured since the last step, because ``zero_grad()`` is about to clear the gradients."""
+        self.stages.signs.note_clearing()
+        self.stages.capture.discard()
+
+    @torch.no_grad()
+    def precondition_(self, lr: Scalar | None = None) -> bool:
+        """Replaces ``.grad`` by the directions, between ``backward()`` and the ``step()`` of a foreign optimizer.
+
+        Args:
+            lr: The foreign optimizer's learning rate; needed for scaling="kl_clip".
+
+        Returns:
+            False if the gradients are not finite; they are then left as they are.
+
+        Raises:
+            RuntimeError: If an optimizer of this package owns the engine, since its step preconditions already.
+            TypeError: If the learning rate is no number.
+            ValueError: If the scaling needs a learning rate and none is given.
+        """
+        stages, trained = self.stages, self.stages.trained
+        if stages.owner is not None:
+            raise RuntimeError(
+                "this engine belongs to an optimizer, whose step() already preconditions: call that only"
+            )
+        if not isinstance(lr, Tensor | numbers.Real | None):  # a list, as schedulers' get_last_lr() returns
+            raise TypeError(f"precondition_(lr={lr!r}): must be a number, or a tensor of one")
+        if lr is None and traits_of(self.scaling).needs_lr:
+            raise ValueError(f"precondition_(lr=None): scaling={self.scaling!r} needs the learning rate; pass lr=")
+        if not trained.is_intact:
+            stages.follow(trained.present_parameters())
+        gradients = {p: g for p in trained.parameters if (g := full_gradient(p)) is not None}
+        lr = 1.0 if lr is None else lr
+        try:
+            taken = self.update(list(gradients.values()), (lr,))
+            if taken:
+                directions = self.directions(gradients, lr)
+                for parameter, direction in by_parameter(directions, gradients).items():
+                    set_full_gradient_(parameter, direction)
+                self.advance()
+        except BaseException:
+            stages.recover()
+            raise
+        return taken
+
+    def extend(self, params: Iterable[Any]) -> None:
+        """Adds trained parameters (``add_param_group``), whose layers start without statistics."""
+        self.stages.extend(params)
+
+    def close(self) -> None:
+        """Removes all hooks, which leaves the plain base optimizer. With several ranks, call it on all of them."""
+        self.stages.close()
+
+    # What users ask for ---------------------------------------------------------------------------------------------
+
+    @property
+    def layers(self) -> list[KroneckerLayer]:
+        """The layers that are preconditioned."""
+        return self.stages.layers
+
+    @property
+    def step_count(self) -> int:
+        """The number of steps taken, with those of the run that this one resumes."""
+        return self.stages.progress.step
+
+    @property
+    def trust(self) -> float:
+        """How far the coming step turns from the base optimizer's own update to K-FAC's direction, in [0, 1]."""
+        return self.stages.plan().trust
+
+    reach = property(reports.reach)
+
+    def profile(self) -> dict[str, dict[str, float]]:
+        """Milliseconds and calls per stage since construction, the stages of the paper's Fig. 7."""
+        return self.stages.stopwatch.table()
+
+    # Functions of which the engine is the first argument.
+    factors, report, workers = reports.factors, reports.report, reports.workers
+    memory_estimate, __repr__ = memory.memory, reports.overview
+    state_dict, full_state_dict = engine_state.state_dict, engine_state.full_state_dict
+    load_state_dict, synchronize = engine_state.load_state_dict, engine_state.synchronize
+
+    # Copies and pickles ---------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles carry the model; hooks, scaler, communicator and what is captured stay behind."""
+        return {**self.__dict__, "grad_scaler": None, "communicator": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.stages.serve(self, joins=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CurvatureEngine:
+        """A copy for a copy of the model, among the same ranks."""
+        if self.grad_scaler is not None:
+            warn_user(
+                "the copy of this optimizer has no grad_scaler, so that its statistics would count the loss as scaled: "
+                "set that of its own loop on copied.curvature.grad_scaler"
+            )
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__getstate__(), memo), communicator=self.communicator)
+        copied.stages.serve(copied, joins=False)
+        return copied
