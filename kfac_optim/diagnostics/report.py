@@ -227,11 +227,11 @@ def _row_of(block: Block, memory: int, comm: Communicator) -> tuple[str, ...]:
         others = any(parameter.requires_grad for parameter in layer.parameters)
         notes.append("frozen, its bias trains by the base rule" if others else "frozen")
     elif block.never_seen:
-        notes.append("never seen in a backward pass, so raw gradient (a warning lists what may be the cause)")
+        notes.append("never seen in a backward pass, so by the base rule (a warning lists what may be the cause)")
     elif block.out_of_sight:
         notes.append("no longer seen in backward passes, so the factors are old ones")
     elif not block.has_direction:
-        notes.append("raw gradient until its first decomposition")
+        notes.append("by the base rule until its first decomposition")
     elif block.is_constrained:
         notes.append("hardly stretched: its weights are changed between steps")
     a, g = (f"{spec.pairs} x {spec.dim}" if spec.pairs > 1 else str(spec.dim) for spec in block.specs)

@@ -235,16 +235,16 @@ class Refresher(Counted, pending_spread=Counter(None)):
         )
 
     def _keep_last(self, block: Block, refresh: Refresh) -> None:
-        """Counts a failed decomposition and warns: the layer goes on with its last good one, or its raw gradient."""
+        """Counts a failed decomposition and warns: the layer goes on with its last good one, or by the base rule."""
         self.failed_decompositions += 1
         name = block.layer.name
         if name not in self._warned:
             self._warned.add(name)
-            instead = "its last good decomposition" if block.has_direction else "its raw gradient"
+            instead = "goes on with its last good decomposition" if block.has_direction else "trains by the base rule"
             why = "".join(f" ({reason})" for i in range(2) if (reason := refresh.failure(block, i)))
             warn_user(
-                f"the factors of {name!r} could not be decomposed{why}; using {instead}. If it recurs, raise damping, "
-                "or store the factors with factor_dtype=torch.float64",
+                f"the factors of {name!r} could not be decomposed{why}, so that it {instead}. If it recurs, raise "
+                "damping, or store the factors with factor_dtype=torch.float64",
             )
 
     # State ----------------------------------------------------------------------------------------------------------

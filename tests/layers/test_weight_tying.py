@@ -255,7 +255,7 @@ def test_a_module_that_is_never_called_is_only_a_row_of_the_table() -> None:
             loss(m(x, "left"), y).backward()
             o.step()
     assert_same_weights(model, plain)
-    assert "raw gradient until" in print_of(optimizer)["right"]
+    assert "by the base rule until" in print_of(optimizer)["right"]
     assert optimizer.curvature.report()["failed_decompositions"] == 0
 
 

@@ -105,13 +105,13 @@ def test_the_table_follows_training() -> None:
     model = make_model()
     optimizer = KFACSGD(model, lr=0.1, **EVERY_STEP)
     first = rows_of(str(optimizer.curvature))
-    assert all("raw gradient until" in first[name] for name in ("0", "2", "3"))
+    assert all("by the base rule until" in first[name] for name in ("0", "2", "3"))
     model[0].requires_grad_(False)
     train(model, optimizer, range(3))
     assert "after 3 steps" in str(optimizer.curvature).splitlines()[0]
     rows = rows_of(str(optimizer.curvature))
     assert "frozen" in rows["0"]
-    assert not any("raw gradient until" in rows[name] for name in ("2", "3"))
+    assert not any("by the base rule until" in rows[name] for name in ("2", "3"))
 
 
 def test_a_bias_whose_weight_is_frozen_trains_by_the_base_rule() -> None:
