@@ -178,7 +178,7 @@ class KFACMixin(_Optimizer):
             raise
 
     def _update_weights(self, buckets: Sequence[Bucket], closure: Callable[[], Any] | None) -> None:
-        """Updates the weights; ``closure``: what evaluates the loss, if the loop has one."""
+        """Updates the weights; ``closure``: evaluates the loss, if the loop has one; only ``KFAC`` uses it."""
         if self.precondition == "gradient" or self.curvature.stages.closed:
             records.forget(self, records.RECORDED)
             self.curvature.stages.steering.watch.note(())

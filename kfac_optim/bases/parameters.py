@@ -59,7 +59,7 @@ class Rule:
         return 1.0
 
     def weight_of_average(self, m: Member) -> float:
-        """The first moment over the average of gradients that is kept here."""
+        """How many times as large the first moment is as the average of gradients that is kept here."""
         return 1.0
 
     def share_of_gradient(self, m: Member) -> float:

@@ -35,7 +35,7 @@ class SGDRule(Rule):
         return bool(group["momentum"]) and state.get(self.moment_key) is not None
 
     def needs_average(self, p: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
-        """SGD may create its first moment only in its next step."""
+        """A momentum buffer that is not there yet does not count as missing: SGD makes it in its next step."""
         return not group["momentum"] or self.decays_moment(group)
 
     def weight_of_gradients(self, m: Member) -> float:
@@ -116,7 +116,7 @@ def _holds_update(m: Member) -> bool:
 
 
 class DecoupledRule(Rule):
-    """That of torch's classes that shrink weights apart from the update, whatever their groups say."""
+    """The rule of torch's classes whose weight decay is decoupled, whatever their groups say."""
 
     def is_decoupled(self, group: Mapping[str, Any]) -> bool:
         return True

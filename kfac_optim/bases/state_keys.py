@@ -29,7 +29,7 @@ __all__ = [
     "without_counters",
 ]
 
-PREFIX = "kfac_"  # of the keys of all entries but the first, and of the engine's numbers in every parameter group
+PREFIX = "kfac_"  # of the keys of all entries but AVERAGES, and of the engine's numbers in every parameter group
 
 # An entry of a layer, in the state of its weight. ``optimizers`` shows it there between steps, and hands it to the
 # engine during steps. Saved, with checksums.

@@ -1,6 +1,6 @@
-"""Checks that the saved state of an optimizer is whole and belongs to this model.
+"""What is saved of an engine and how it is loaded, once it is known to be whole and of this model.
 
-What the last step recorded is saved and loaded by :mod:`~kfac_optim.bases.records`.
+What the last step recorded for the next one is saved and loaded by :mod:`~kfac_optim.bases.records`.
 
 Where to look::
 

@@ -51,8 +51,9 @@ class StackSolver:
     def select(self, stacks: Sequence[Stack], value: float) -> None:
         """Selects the parts of the decompositions that matter at a damping of ``value`` units.
 
-        Only when the damping has crossed a quarter octave (rounding down makes a resumed run decide alike), or the
-        decompositions are new. What decides is read from the device once for all stacks.
+        It selects anew only if the decompositions are new, or the damping has left its quarter of an octave. Parts are
+        chosen for the lower end of that, so that a resumed run chooses alike. How many eigenvectors matter is read from
+        the device once for all stacks.
         """
         solver = self._eigen
         if solver is None or not solver.negligible:
