@@ -166,27 +166,31 @@ class Layout:
         whole = make(self.shape, dtype=dtype, device=self.device)
         for run in self._runs:
             (run.fill if complete else run.fill_in_part)(whole, vectors)
-        self._compute(whole, vectors)
+        self._fill_computed(whole, vectors)
         return whole
 
-    def places(self, whole: Tensor, vectors: Mapping[nn.Parameter, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Parts of contiguous matrices, each with the vector to be copied there; fills in all other parts itself."""
+    def fill_or_defer(self, whole: Tensor, vectors: Mapping[nn.Parameter, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Like :meth:`fill`, for contiguous matrices that exist, but leaves contiguous parts to :func:`fill_all`.
+
+        Returns:
+            Those parts, each with the vector to be copied there.
+        """
         if self._unused or not all(p in vectors for run in self._runs for p in run.parameters):
             whole.zero_()
-        copied: list[tuple[Tensor, Tensor]] = []
+        deferred: list[tuple[Tensor, Tensor]] = []
         for run in self._runs:
             parts = zip(run.parameters, run.indices, run.of(whole).split_with_sizes(run.lengths), strict=True)
             given = [(part, _part(vectors[p], index)) for p, index, part in parts if p in vectors]
             if all(part.stride() == vector.stride() and part.is_contiguous() for part, vector in given):
-                copied += given
+                deferred += given
             elif len(given) == len(run.parameters):
                 run.fill(whole, vectors)
             else:
                 run.fill_in_part(whole, vectors)
-        self._compute(whole, vectors)
-        return copied
+        self._fill_computed(whole, vectors)
+        return deferred
 
-    def _compute(self, whole: Tensor, vectors: Mapping[nn.Parameter, Tensor]) -> None:
+    def _fill_computed(self, whole: Tensor, vectors: Mapping[nn.Parameter, Tensor]) -> None:
         """Fills in the matrices of layers whose weight is no view of its matrix (transposed convolutions)."""
         dtype = whole.dtype
         for layer, pairs in self._computed:
@@ -198,7 +202,8 @@ class Layout:
     def read(self, matrices: Tensor, parameters: Collection[nn.Parameter]) -> list[Part]:
         """Reads the part of each of these parameters out of matrices ``[p, d_out, d_in]``, as a view where possible."""
         whole = matrices.contiguous()
-        return [part for run in self._runs for part in run.read(whole, parameters)] + self._read(whole, parameters)
+        viewed = [part for run in self._runs for part in run.read(whole, parameters)]
+        return viewed + self._read_computed(whole, parameters)
 
     @cached_property
     def viewable_numel(self) -> int:
@@ -212,13 +217,13 @@ class Layout:
 
         ``copies``: whether to avoid views, which would keep the storage in memory.
         """
-        found = [self._read(whole, parameters) for whole in matrices]
+        found = [self._read_computed(whole, parameters) for whole in matrices]
         for run in self._runs:
             for of_whole, parts in zip(found, run.read_several(matrices, parameters, copies), strict=True):
                 of_whole += parts
         return found
 
-    def _read(self, whole: Tensor, parameters: Collection[nn.Parameter]) -> list[Part]:
+    def _read_computed(self, whole: Tensor, parameters: Collection[nn.Parameter]) -> list[Part]:
         """Like :meth:`read`, for layers whose weight is no view of its matrix (transposed convolutions)."""
         found: list[Part] = []
         for layer, pairs in self._computed:
@@ -229,6 +234,7 @@ class Layout:
 
 def fill_all(layouts: Sequence[Layout], vectors: Mapping[nn.Parameter, Tensor], matrices: Sequence[Tensor]) -> None:
     """Fills contiguous matrices of several layouts; one multi-tensor operation copies all contiguous parts."""
-    copied = [place for layout, whole in zip(layouts, matrices, strict=True) for place in layout.places(whole, vectors)]
-    if copied:
-        torch._foreach_copy_([part for part, _ in copied], [vector for _, vector in copied])
+    each = zip(layouts, matrices, strict=True)
+    deferred = [part for layout, whole in each for part in layout.fill_or_defer(whole, vectors)]
+    if deferred:
+        torch._foreach_copy_([part for part, _ in deferred], [vector for _, vector in deferred])

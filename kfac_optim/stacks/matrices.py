@@ -20,7 +20,7 @@ from ..common.flat_storage import split_flat
 from ..common.machines import is_asynchronous
 from .pairs import Groups, group_of_each, inner, norm
 
-__all__ = ["FlatMatrices", "FlatStorage", "Matrices", "sharing"]
+__all__ = ["FlatMatrices", "FlatStorage", "Matrices", "storage_order"]
 
 _FEW_PAIRS = 64  # stacks of more pairs (grouped convolutions) are multiplied by their factors in a kernel of their own
 _LEAST_ROW = 8  # numbers that share a factor; with shorter rows, the factors of all rows would take too much memory
@@ -39,7 +39,7 @@ class Matrices:
 
     def __init__(self, tensors: Sequence[Tensor], groups: Sequence[Groups | None]) -> None:
         self.tensors, self.groups = list(tensors), groups
-        # What operations loop over: those by number, those that multiply by factors, and those that sum up.
+        # The same numbers, cut up as operations loop over them: entry by entry, pair by pair, and where they sum up.
         self.parts = self.scaled = self.summed = self.tensors
         self.groups_of_summed = groups
 
@@ -112,22 +112,29 @@ class Matrices:
 class FlatStorage:
     """How the matrices ``[p, d_out, d_in]`` of some stacks lie in one storage.
 
-    The first stacks are multiplied by their factors in one kernel, and the first ones, some more, have their norms
-    computed in one. There consecutive numbers form rows, all of one length, which belong to one group of pairs each.
+    One kernel multiplies the first ``stacks_scaled`` stacks by their factors, and one computes the norms of the first
+    ``stacks_summed``, which are as many or more. These kernels take the numbers of their stacks as rows, all of one
+    length, each of which belongs to a single group of pairs.
 
     Args:
-        shapes: The shape of each stack's matrices. They have to be sorted by :func:`sharing`, because only the first
-            stacks, up to one that shares less, can share kernels.
+        shapes: The shape of each stack's matrices, sorted by :func:`storage_order`, because only the first stacks,
+            up to one that shares less, can share kernels.
         groups: For each stack, which of its pairs are scaled together.
         device: The device of the matrices.
+
+    Attributes:
+        stacks_scaled, stacks_summed: How many stacks, from the first on, each of the two kernels takes.
+        scaled_shape, summed_shape: The shape of their rows, ``[rows, 1, length]``.
+        pair_of_row: For each row that is multiplied, the pair whose factor it takes.
+        groups_of_rows: Which rows add up to the norm of which group of pairs.
     """
 
     def __init__(
         self, shapes: Sequence[tuple[int, int, int]], groups: Sequence[Groups | None], device: torch.device
     ) -> None:
         self.shapes, self.groups, self.device = list(shapes), list(groups), device
-        kinds = list(map(sharing, shapes, groups))
-        self.scaled, self.summed = (
+        kinds = list(map(storage_order, shapes, groups))
+        self.stacks_scaled, self.stacks_summed = (
             next((i for i, kind in enumerate(kinds) if kind > most), len(kinds)) for most in range(2)
         )
         pairs = [_pairs_of_groups(*of_stack) for of_stack in zip(shapes, groups, strict=True)]
@@ -139,10 +146,10 @@ class FlatStorage:
             row = math.gcd(*numels) or 1
             return (sum(numels) // row, 1, row), [numel // row for numel in numels]
 
-        self.scaled_shape, counts = rows(self.scaled)
+        self.scaled_shape, counts = rows(self.stacks_scaled)
         self.pair_of_row = group_of_each(counts).to(device, non_blocking=True)
-        self.summed_shape, counts = rows(self.summed)
-        self.groups_of_rows = Groups.of(counts, device, sum(pairs[: self.summed], []))
+        self.summed_shape, counts = rows(self.stacks_summed)
+        self.groups_of_rows = Groups.of(counts, device, sum(pairs[: self.stacks_summed], []))
 
     def several(self, n: int, dtype: torch.dtype) -> list[FlatMatrices]:
         """``n`` uninitialised sets of matrices, all in one storage."""
@@ -161,9 +168,9 @@ class FlatMatrices(Matrices):
     def __init__(self, whole: Tensor, storage: FlatStorage) -> None:
         super().__init__(split_flat(whole, storage.shapes), storage.groups)
         self.whole, self.storage, self.parts = whole, storage, [whole]
-        if n := storage.scaled:
+        if n := storage.stacks_scaled:
             self.scaled = [self._in_rows(storage.scaled_shape), *self.tensors[n:]]
-        if n := storage.summed:
+        if n := storage.stacks_summed:
             self.summed = [self._in_rows(storage.summed_shape), *self.tensors[n:]]
             self.groups_of_summed = [storage.groups_of_rows, *self.groups[n:]]
 
@@ -183,7 +190,7 @@ class FlatMatrices(Matrices):
         return torch.linalg.vector_norm(self.whole)
 
     def _factors(self, by: Tensor) -> list[Tensor]:
-        n = self.storage.scaled
+        n = self.storage.stacks_scaled
         shared = [by.index_select(0, self.storage.pair_of_row).view(-1, 1, 1)] if n else []
         return shared + super()._factors(by)[n:]
 
@@ -193,8 +200,8 @@ class FlatMatrices(Matrices):
         return result
 
 
-def sharing(shape: tuple[int, int, int], groups: Groups | None) -> int:
-    """How far a stack shares kernels with other stacks, which decides its place in one storage.
+def storage_order(shape: tuple[int, int, int], groups: Groups | None) -> int:
+    """The place of a stack in one storage: the more kernels it can share with other stacks, the lower the number.
 
     Args:
         shape: The shape of the stack's matrices, ``[p, d_out, d_in]``.

@@ -18,7 +18,7 @@ from ..damping import Damping, kind_of
 from ..layers import KroneckerLayer
 from ..solvers import Shifting
 from .layout import Layout
-from .matrices import sharing
+from .matrices import storage_order
 from .pairs import Groups
 from .tiles import Tile, tiles_of
 
@@ -119,7 +119,7 @@ def stacks_of(blocks: Sequence[Block], damping: Damping) -> list[Stack]:
     limit = max((_STACK_NUMEL[machine_of(block.layer.weight.device)] for block in blocks), default=0)
     stacks = [stack_of(group, damping) for group in grouped_by_key(blocks, kind, size, limit)]
     if any(is_asynchronous(stack.layout.device) for stack in stacks):
-        stacks.sort(key=lambda stack: sharing(stack.layout.shape, stack.groups))
+        stacks.sort(key=lambda stack: storage_order(stack.layout.shape, stack.groups))
     return stacks
 
 
