@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import kfac_optim
-from kfac_optim import KFACSGD, LocalCommunicator
+from kfac_optim import KFACSGD, KFACAdam, LocalCommunicator
 from tests.helpers.pages import ROOT
 
 PACKAGE = Path(kfac_optim.__file__).parent
@@ -73,14 +73,31 @@ def train(**options: object) -> None:
     optimizer.step()
 
 
+def require_in_order(rows: list[Call], calls: list[Call]) -> None:
+    """Fails unless the calls contain the rows of a walk, in this order."""
+    assert len(rows) > 8
+    left = iter(calls)
+    for row in rows:
+        assert row in left, f"{row} is not called after the rows above it"
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [("activation", {}), ("damping", {}), ("assignment", {"assignment": "layer-wise", "communicator": Twin()})],
     ids=["activation", "damping", "assignment"],
 )
 def test_the_page_names_the_calls_of_a_step_in_order(name: str, options: dict[str, object]) -> None:
-    rows = walk(name)
-    assert len(rows) > 8
-    calls = iter(calls_of(lambda: train(**options)))
-    for row in rows:
-        assert row in calls, f"{row} is not called after the rows above it"
+    require_in_order(walk(name), calls_of(lambda: train(**options)))
+
+
+def test_the_page_names_the_calls_of_a_later_step_in_order() -> None:
+    """One that learns from the step before; the first steps are not stretched yet."""
+    model = nn.Linear(8, 4)
+    optimizer = KFACAdam(model, lr=0.01)
+    for _ in range(8):
+        optimizer.zero_grad()
+        model(torch.randn(32, 8)).square().mean().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    model(torch.randn(32, 8)).square().mean().backward()
+    require_in_order(walk("step"), calls_of(optimizer.step))
