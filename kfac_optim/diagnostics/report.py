@@ -182,10 +182,11 @@ def overview(engine: Staged) -> str:
     """The text of ``print(engine)``: a title, the coverage table, and remarks."""
     stages = engine.stages
     config, at, plan, comm = stages.config, stages.progress.step, stages.plan(), stages.comm
-    title, largest = f"Curvature after {at} steps", reach(engine)
-    title += f", trust {plan.trust:.1f}" if plan.learns else ""
-    if plan.stretches:
-        title += f", reach up to {largest:.2g}" if largest > LEAST else ", not stretched"
+    title, largest = f"Curvature after {_count(at, 'step')}", reach(engine)
+    if stages.blocks:  # else there is nothing to turn or stretch
+        title += f", trust {plan.trust:.1f}" if plan.learns else ""
+        if plan.stretches:
+            title += f", reach up to {largest:.2g}" if largest > LEAST else ", not stretched"
     if plan.opposed:
         title += ", steps left to the base optimizer: two networks seem to train against each other"
     remarks = []

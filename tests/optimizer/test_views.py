@@ -124,6 +124,16 @@ def test_a_bias_whose_weight_is_frozen_trains_by_the_base_rule() -> None:
     assert "1 layer preconditioned, 2 parameters by the base rule" in table.splitlines()[-1]
 
 
+def test_the_title_has_no_trust_where_no_layer_could_turn() -> None:
+    model = nn.LSTM(3, 2)
+    with pytest.warns(UserWarning, match="preconditions none"):
+        optimizer = KFACAdam(model, lr=0.01)
+    assert str(optimizer.curvature).splitlines()[0] == "Curvature after 0 steps"
+    model(torch.randn(4, 3))[0].sum().backward()
+    optimizer.step()
+    assert str(optimizer.curvature).splitlines()[0] == "Curvature after 1 step"
+
+
 def test_bytes_as_text() -> None:
     found = [human_bytes(number) for number in (0, 1023, 1024, 1536, 3 * 2**20, 2.5 * 2**30, 2**41)]
     assert found == ["0 B", "1023 B", "1.0 KiB", "1.5 KiB", "3.0 MiB", "2.5 GiB", "2048.0 GiB"]
