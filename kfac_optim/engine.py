@@ -118,11 +118,7 @@ class CurvatureEngine(Config):
         if self._is_noop:
             return True
         if not math.isfinite(read.largest):
-            stages.progress.skip()
-            stages.compare_if_due(finite=False)
-            stages.restart_for_new_layers()
-            self.skip_directions()  # other ranks may be waiting for them
-            stages.prepare_statistics()
+            self._skip_step()
             return False
         stages.compare_if_due(finite=True)
         stages.steering.learn(blocks, read)
@@ -141,6 +137,15 @@ class CurvatureEngine(Config):
         stages.preconditioner.release(blocks, self.damping_rule)
         stages.restart_for_new_layers()
         return True
+
+    def _skip_step(self) -> None:
+        """Ends a step with a gradient that is not finite, which is not taken (a collective)."""
+        stages = self.stages
+        stages.progress.skip()
+        stages.compare_if_due(finite=False)
+        stages.restart_for_new_layers()
+        self.skip_directions()  # other ranks may be waiting for them
+        stages.prepare_statistics()
 
     def _take_up(self, statistics: TakenStatistics, flags: Iterable[float], *, trains: bool) -> None:
         """Adds what was captured to the running averages (a collective).
@@ -320,7 +325,7 @@ class CurvatureEngine(Config):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.stages.serve(self, joins=True)
+        self.stages.finish_copy(self, joins=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CurvatureEngine:
         """A copy for a copy of the model, among the same ranks."""
@@ -332,5 +337,5 @@ class CurvatureEngine(Config):
         copied = object.__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__.update(copy.deepcopy(self.__getstate__(), memo), communicator=self.communicator)
-        copied.stages.serve(copied, joins=False)
+        copied.stages.finish_copy(copied, joins=False)
         return copied

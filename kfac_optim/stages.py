@@ -366,8 +366,8 @@ class Stages:
         """What belongs to the process, or can be made from the rest, stays behind."""
         return {**self.__dict__, "config": None, "_owner": None, "capture": None, "preconditioner": None}
 
-    def serve(self, config: Config, *, joins: bool) -> None:
-        """Goes on with the options of a copied engine; ``joins``: among the ranks of this process."""
+    def finish_copy(self, config: Config, *, joins: bool) -> None:
+        """Makes what a copy or a pickle lacks; ``joins``: whether it goes on among the ranks of this process."""
         self.config = weakref.proxy(config)
 
         def finish() -> None:

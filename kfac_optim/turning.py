@@ -99,24 +99,24 @@ def _turn_and_stretch(
     if not plan.learns:
         _subtract(_changes_of(covered, directions.laid_out(changes_at(directions.scaled, plan.trust))))
         return
-    of_stacks, trust = grafted(directions.scaled, plan.graft), plan.trust
+    scaled, trust = grafted(directions.scaled, plan.graft), plan.trust
     updates = {**base.moments, **base.other_updates}
     length = update_length(covered, list(updates.values()), lambda: directions.update_length(updates))
     brake = brake_of(length, plan.usual_length)
-    makers: dict[str, Maker] = {records.TURN: lambda out: turns(of_stacks, out)}
-    whole = trust == 1 and brake is None  # then the change is the whole turn
-    if trust > 0 and not whole:
-        makers[records.CHANGE] = lambda out: changes_at(of_stacks, trust, brake, plan.graft, out)
+    makers: dict[str, Maker] = {records.TURN: lambda out: turns(scaled, out)}
+    takes_whole_turn = trust == 1 and brake is None  # then turn and change are the same vectors
+    if trust > 0 and not takes_whole_turn:
+        makers[records.CHANGE] = lambda out: changes_at(scaled, trust, brake, plan.graft, out)
     if plan.stretches:
-        makers[records.STRETCH] = lambda out: stretches(of_stacks, out)
+        makers[records.STRETCH] = lambda out: stretches(scaled, out)
     found = directions.several_laid_out(makers)
-    if whole:
+    if takes_whole_turn:
         found[records.CHANGE] = found[records.TURN]
     _subtract(_changes_of(covered, found.get(records.CHANGE, {})))
     if records.STRETCH in found:
         stretched = _changes_of(covered, found[records.STRETCH])
-        shared = 1.0 if brake is None else brake
-        _subtract([(bucket, multiplied(of, [reaches[m.p] for m in bucket], shared)) for bucket, of in stretched])
+        braked = 1.0 if brake is None else brake
+        _subtract([(bucket, multiplied(of, [reaches[m.p] for m in bucket], braked)) for bucket, of in stretched])
         found[records.DESCENT] = _descents(base.moments, stretched)
     records.record(covered, found, length)
 
