@@ -229,8 +229,8 @@ class Config:
     def _end_construction(self) -> None:
         self.__dict__["_constructed"] = True
 
-    def load(self, counters: Mapping[str, Any]) -> None:
-        """Sets what ``loaded_options`` finds among saved counters."""
+    def load_options(self, counters: Mapping[str, Any]) -> None:
+        """Sets the options that are among saved counters, as ``loaded_options`` finds them."""
         for name, value in loaded_options(self, counters).items():
             setattr(self, name, value)
 

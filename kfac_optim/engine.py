@@ -23,6 +23,7 @@ from __future__ import annotations
 import copy
 import math
 import numbers
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -33,8 +34,8 @@ from .capture import TakenStatistics
 from .common.rates import Scalar
 from .common.user_warning import warn_user
 from .config import Config, describe, options, refuse_unknown, signature
-from .diagnostics import memory
 from .diagnostics import report as reports
+from .diagnostics.memory import memory_on
 from .distributed import full_gradient, set_full_gradient_
 from .layers import KroneckerLayer
 from .saved_state import engine as engine_state
@@ -64,6 +65,8 @@ class CurvatureEngine(Config):
         UserWarning: If no module owns any of the parameters: all of them then train by the base rule.
     """
 
+    _owner: weakref.ref[Any] | None = None
+
     def __init__(
         self, model: nn.Module | Iterable[Any], params: Iterable[nn.Parameter] | None = None, **given: Any
     ) -> None:
@@ -74,6 +77,18 @@ class CurvatureEngine(Config):
         self._end_construction()
 
     __signature__ = signature(__init__)
+
+    @property
+    def owner(self) -> Any:
+        """The optimizer of this package that calls the engine; None for an engine used by itself."""
+        return None if self._owner is None else self._owner()
+
+    def belong_to(self, optimizer: Any) -> None:
+        """Makes an optimizer the owner of the engine, which refers to it weakly.
+
+        A copied optimizer may do so before the copy of its engine has its state, if the engine was copied first.
+        """
+        self._owner = weakref.ref(optimizer)
 
     def _option_changed(self) -> None:
         self.stages.check_scaling()
@@ -256,7 +271,7 @@ class CurvatureEngine(Config):
             ValueError: If the scaling needs a learning rate and none is given.
         """
         stages, trained = self.stages, self.stages.trained
-        if stages.owner is not None:
+        if self.owner is not None:
             raise RuntimeError(
                 "this engine belongs to an optimizer, whose step() already preconditions: call that only"
             )
@@ -311,9 +326,13 @@ class CurvatureEngine(Config):
         """Milliseconds and calls per stage since construction, the stages of the paper's Fig. 7."""
         return self.stages.stopwatch.table()
 
-    # Functions of which the engine is the first argument.
+    def memory_estimate(self) -> dict[str, int]:
+        """Bytes on this rank by kind; :func:`kfac_optim.memory_estimate` gives those of the fullest rank."""
+        return memory_on(self.stages, self.stages.comm.rank)
+
+    # Functions of which the engine is the first argument, under their own names, by which bound ones are pickled.
     factors, report, workers = reports.factors, reports.report, reports.workers
-    memory_estimate, __repr__ = memory.memory, reports.overview
+    __repr__ = reports.overview
     state_dict, full_state_dict = engine_state.state_dict, engine_state.full_state_dict
     load_state_dict, synchronize = engine_state.load_state_dict, engine_state.synchronize
 
@@ -321,10 +340,12 @@ class CurvatureEngine(Config):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry the model; hooks, scaler, communicator and what is captured stay behind."""
-        return {**self.__dict__, "grad_scaler": None, "communicator": None}
+        state = {**self.__dict__, "grad_scaler": None, "communicator": None}
+        state.pop("_owner", None)  # the copy may have one already
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update(state, stages=copy.copy(state["stages"]))  # copy.copy() passes those of the original
         self.stages.finish_copy(self, joins=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CurvatureEngine:

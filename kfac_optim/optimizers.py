@@ -126,7 +126,7 @@ class KFACMixin(_Optimizer):
         else:
             trained = self._parameters()
             engine = CurvatureEngine(trained if model is None else model, trained, **_DEFAULTS | curvature)
-        engine.stages.belong_to(self)
+        engine.belong_to(self)
         self.curvature = engine
         if self.state:  # filled by Adagrad; torch.distributed.checkpoint then takes it to be complete
             engine.stages.make_room(engine.stages.blocks)
@@ -375,7 +375,7 @@ class KFACMixin(_Optimizer):
         with set_aside(state.get("state", {})):
             super().__setstate__(state)
         if "curvature" in self.__dict__:
-            self.curvature.stages.belong_to(self)
+            self.curvature.belong_to(self)
 
     def _settings(self) -> dict[str, Any]:
         """The options that are attributes of the object rather than entries of its groups."""

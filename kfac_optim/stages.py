@@ -67,7 +67,6 @@ class Stages:
         self, config: Config, model: nn.Module | Iterable[Any], params: Iterable[nn.Parameter] | None = None
     ) -> None:
         self.config = weakref.proxy(config)  # a cycle would keep hooks and a thread until Python collects garbage
-        self._owner: weakref.ref[Any] | None = None
         self.ranks = Ranks(config.communicator or communicator_of(model))
         self.trained = TrainedModel(model, params)
         self.fisher = None if isinstance(config.fisher, str) else config.fisher
@@ -200,28 +199,19 @@ class Stages:
         self.preconditioner.clear()
         self.refresher.close()
 
-    # The optimizer, and the coming step -----------------------------------------------------------------------------
-
-    @property
-    def owner(self) -> Any:
-        """The optimizer of this package that calls the engine; None for an engine used by itself."""
-        return None if self._owner is None else self._owner()
-
-    def belong_to(self, optimizer: Any) -> None:
-        """Makes an optimizer the owner of the engine, which refers to it weakly."""
-        self._owner = weakref.ref(optimizer)
+    # The coming step ------------------------------------------------------------------------------------------------
 
     def plan(self) -> Plan:
         """How the base optimizer's step is changed: the step in progress or, between steps, the coming one."""
         config = self.config
         return self.steering.plan(
-            self.blocks, self.progress.step, config.scaling, config.damping_rule, turns=_turns(self.owner)
+            self.blocks, self.progress.step, config.scaling, config.damping_rule, turns=_turns(config)
         )
 
     @property
     def is_opposed(self) -> bool:
         """Whether :meth:`plan` leaves steps to the base optimizer because networks seem to train against each other."""
-        return self.steering.is_opposed(self.config.scaling, turns=_turns(self.owner))
+        return self.steering.is_opposed(self.config.scaling, turns=_turns(self.config))
 
     def prepare_statistics(self, *, collects: bool = True) -> None:
         """Decides, before the forward pass of the coming step, whether it collects statistics, if ``collects``."""
@@ -364,7 +354,7 @@ class Stages:
 
     def __getstate__(self) -> dict[str, Any]:
         """What belongs to the process, or can be made from the rest, stays behind."""
-        return {**self.__dict__, "config": None, "_owner": None, "capture": None, "preconditioner": None}
+        return {**self.__dict__, "config": None, "capture": None, "preconditioner": None}
 
     def finish_copy(self, config: Config, *, joins: bool) -> None:
         """Makes what a copy or a pickle lacks; ``joins``: whether it goes on among the ranks of this process."""
@@ -387,8 +377,9 @@ class Staged(Protocol):
         """Its stages."""
 
 
-def _turns(owner: Any) -> bool:
+def _turns(config: Config) -> bool:
     """Whether the steps of an optimizer are turned; else gradients are preconditioned."""
+    owner = getattr(config, "owner", None)  # options without an engine have none
     return bool(getattr(owner, "precondition", "gradient") == "momentum")
 
 

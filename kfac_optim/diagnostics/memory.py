@@ -12,9 +12,9 @@ from ..common.checks import is_int, require_number
 from ..config import Config, options, refuse_unknown
 from ..distributed import AssignmentStrategy, LocalCommunicator
 from ..placement import decomposed_bytes
-from ..stages import Staged, Stages
+from ..stages import Stages
 
-__all__ = ["memory", "memory_estimate", "memory_of"]
+__all__ = ["memory_estimate", "memory_of", "memory_on"]
 
 _KINDS = ("factors", "snapshots", "local sums", "decompositions", "refresh")
 
@@ -47,11 +47,6 @@ def memory_on(stages: Stages, rank: int) -> dict[str, int]:
     return {**sums, "total": sum(sums.values())}
 
 
-def memory(engine: Staged) -> dict[str, int]:
-    """Bytes on this rank by kind; :func:`kfac_optim.memory_estimate` gives those of the fullest rank."""
-    return memory_on(engine.stages, engine.stages.comm.rank)
-
-
 def memory_estimate(
     model: nn.Module, *, world_size: int = 1, assignment: AssignmentStrategy | str = "factor-wise", **more: Any
 ) -> dict[str, int]:
@@ -61,7 +56,7 @@ def memory_estimate(
         model: The module.
         world_size: Number of processes.
         assignment: As for the optimizers.
-        **more: Any other keyword of :class:`~kfac_optim.CurvatureEngine` that matters to memory.
+        **more: Any other keyword of :class:`~kfac_optim.CurvatureEngine` that matters to memory, such as ``params``.
 
     Returns:
         Bytes by kind; the kinds are ``factors`` (running averages), ``snapshots`` (the factors that the decompositions
@@ -74,10 +69,11 @@ def memory_estimate(
         weight of a layer, or four if its base class keeps no first moment, or one that contains weight decay.
     """
     require_number("world_size", world_size, "an int >= 1", lambda n: is_int(n) and n >= 1)
+    params = more.pop("params", None)
     refuse_unknown("memory_estimate", more, list(options()))
     config = Config(**dict(more, assignment=assignment), communicator=LocalCommunicator(0, world_size))
     with torch.no_grad():
-        stages = Stages(config, model)
+        stages = Stages(config, model, params)
     stages.close()
     ranks = [memory_on(stages, rank) for rank in range(world_size)]
     return max(ranks, key=lambda kinds: kinds["total"])

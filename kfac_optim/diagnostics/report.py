@@ -70,10 +70,7 @@ def report(engine: Staged, *, eigenvalues: bool = False) -> dict[str, Any]:
     """Plain floats and ints for logging, nested; :func:`~kfac_optim.diagnostics.flatten` makes one level of them.
 
     The first call after a refresh computes the eigenvalues of each factor; others cost little. Nothing is sent.
-
-    Args:
-        engine: The engine.
-        eigenvalues: Adds ``eigenvalues`` to the spectra: a list of floats, largest first, all pairs together.
+    ``eigenvalues``: adds ``eigenvalues`` to the spectra, a list of floats, largest first, all pairs together.
 
     Returns:
         A nested dict with these entries.

@@ -101,7 +101,7 @@ def check_saved(
 def load_checked(stages: Stages, states: Mapping[nn.Parameter, State], counters: Mapping[str, Any]) -> None:
     """Copies checked states, in the engine's own precision, and rebuilds the decompositions."""
     config, blocks, refresher, comm = stages.config, stages.blocks, stages.refresher, stages.comm
-    config.load(counters)
+    config.load_options(counters)
     stages.progress.load(counters)
     spreads = config.may_spread or counters.get("pending_spread", -1) >= 0
     for block in blocks:

@@ -317,6 +317,14 @@ MEMORY_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def test_memory_is_estimated_for_some_of_the_parameters() -> None:
+    model = make_model()
+    some = list(model[0].parameters())
+    estimate = kfac_optim.memory_estimate(model, params=some)
+    assert estimate == CurvatureEngine(model, some).memory_estimate()
+    assert 0 < estimate["total"] < kfac_optim.memory_estimate(model)["total"]
+
+
 @pytest.mark.fast("^(default$|half)")
 @pytest.mark.parametrize("options", MEMORY_OPTIONS)
 def test_estimated_memory_is_what_is_then_held(options: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import pickle
 import warnings
 import weakref
@@ -268,6 +269,43 @@ def test_a_model_that_holds_its_optimizer_is_copied_with_it(
         train(twin, optimizer2, range(5, 10))
         train(agent, optimizer, range(5, 10))
         assert_identical(agent, twin)
+
+
+@pytest.mark.parametrize("copied", COPIES)
+def test_an_engine_that_is_copied_before_its_optimizer_belongs_to_the_copy(copied: Callable[[Any], Any]) -> None:
+    """The model is copied along with the engine, and the optimizer along with the model that holds it."""
+    agent = Agent(KFACSGD, cyclic=False)
+    train(agent, agent.optimizer, range(5))
+    engine = copied(agent.optimizer.curvature)
+    twin: Any = engine.stages.trained.model
+    assert twin.optimizer.curvature is engine and engine.owner is twin.optimizer
+    train(twin, twin.optimizer, range(5, 10))
+    train(agent, agent.optimizer, range(5, 10))
+    assert_identical(agent, twin)
+
+
+def test_a_shallow_copy_of_an_engine_leaves_the_original_as_it_is() -> None:
+    pairs = [build(KFACSGD) for _ in range(2)]
+    for model, optimizer in pairs:
+        train(model, optimizer, range(3))
+    engine = pairs[0][1].curvature
+    shallow = copy.copy(engine)
+    assert shallow.owner is None and engine.owner is pairs[0][1]
+    assert shallow.report() == engine.report()
+    del shallow
+    for model, optimizer in pairs:
+        optimizer.curvature.damping = 0.7
+        train(model, optimizer, range(3, 7))
+    assert_identical(*(model for model, _ in pairs))
+
+
+def test_bound_methods_of_an_engine_can_be_pickled() -> None:
+    """As what a worker process is to call is; a method is found again by the name of its function."""
+    _, optimizer = build(KFACSGD)
+    engine = optimizer.curvature
+    methods = [name for name in dir(engine) if not name.startswith("_") and inspect.ismethod(getattr(engine, name))]
+    assert "memory_estimate" in methods
+    assert [by_pickle(getattr(engine, name)).__name__ for name in methods] == methods
 
 
 # Copies of models ----------------------------------------------------------------------------------------------------
