@@ -316,6 +316,16 @@ class CurvatureEngine(Config):
         return self.stages.progress.step
 
     @property
+    def skipped_steps(self) -> int:
+        """The number of steps that were not taken, because a gradient was not finite."""
+        return self.stages.progress.skipped_steps
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self.stages.closed
+
+    @property
     def trust(self) -> float:
         """How far the coming step turns from the base optimizer's own update to K-FAC's direction, in [0, 1]."""
         return self.stages.plan().trust

@@ -179,7 +179,7 @@ class KFACMixin(_Optimizer):
 
     def _update_weights(self, buckets: Sequence[Bucket], closure: Callable[[], Any] | None) -> None:
         """Updates the weights; ``closure``: evaluates the loss, if the loop has one; only ``KFAC`` uses it."""
-        if self.precondition == "gradient" or self.curvature.stages.closed:
+        if self.precondition == "gradient" or self.curvature.closed:
             records.forget(self, records.RECORDED)
             self.curvature.stages.steering.watch.note(())
             self._precondition_gradients(gradients_of(buckets))

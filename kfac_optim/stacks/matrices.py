@@ -105,8 +105,10 @@ class Matrices:
         if out is None:
             found = getattr(torch, f"_foreach_{operation}")(self.tensors, others.tensors, *numbers)
             return Matrices(found, self.groups)
-        getattr(torch, f"_foreach_{operation}_")(self.tensors, others.tensors, *numbers)
-        return self
+        if out is not self:
+            torch._foreach_copy_(out.tensors, self.tensors)
+        getattr(torch, f"_foreach_{operation}_")(out.tensors, others.tensors, *numbers)
+        return out
 
 
 class FlatStorage:

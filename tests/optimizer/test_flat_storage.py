@@ -116,7 +116,7 @@ def test_factors_of_pairs_reach_the_rows_of_their_matrices(alone: list[tuple[int
     """Of stacks that stand alone, too: of many pairs, and of matrices that no whole number of rows fills."""
     shapes = [(2, 8, 3), (3, 4, 4), *alone]
     side = FlatStorage(shapes, [None] * len(shapes), torch.device("cpu"))
-    assert side.scaled == 2 and side.scaled_shape == (12, 1, 8)
+    assert side.stacks_scaled == 2 and side.scaled_shape == (12, 1, 8)
     matrices, others = side.several(2, torch.float64)
     for flat in (matrices, others):
         flat.whole.normal_()
@@ -128,6 +128,7 @@ def test_factors_of_pairs_reach_the_rows_of_their_matrices(alone: list[tuple[int
         (matrices.minus(others), apart.minus(beside)),
         (matrices.lerp(others, 0.3), apart.lerp(beside, 0.3)),
         (matrices.minus(others, out=matrices.empty()), apart.minus(beside)),
+        (matrices.minus(others), apart.minus(beside, out=apart.empty())),
         (matrices.times(factors, out=matrices), apart.times(factors, out=apart)),
     ):
         assert isinstance(found, FlatMatrices)

@@ -250,7 +250,7 @@ def test_what_a_skipped_step_has_seen_of_a_game_is_saved() -> None:
         parameter.register_hook(lambda g: g * torch.nan)
     game.play(1)
     discriminator = game.optimizers[1]
-    assert discriminator.curvature.stages.progress.skipped_steps == 1
+    assert discriminator.curvature.skipped_steps == 1
     saved = through_a_file(discriminator.state_dict())
     assert [group["kfac_added_lost"] for group in saved["param_groups"]] == [1]
 

@@ -240,7 +240,7 @@ def test_a_run_is_resumed_all_of_whose_steps_were_skipped(
     """The base class has no state yet, and takes one that is not empty for its own."""
     model, optimizer = build(kfac)
     train(model, optimizer, [0], loss=lambda output, _: output.sum() * math.nan)
-    assert optimizer.curvature.stages.progress.skipped_steps == 1
+    assert optimizer.curvature.skipped_steps == 1
     model2, optimizer2 = again(model, optimizer)
     assert_go_on_alike(range(K), (model, optimizer), (model2, optimizer2))
 

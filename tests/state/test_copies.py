@@ -190,8 +190,10 @@ def test_a_copy_without_the_scaler_of_its_original_is_named(scaled: bool) -> Non
 def test_the_copy_of_a_closed_optimizer_stays_closed() -> None:
     model, optimizer = build(KFACSGD)
     train(model, optimizer, range(3))
+    assert not optimizer.curvature.closed
     optimizer.curvature.close()
     model2, optimizer2 = copy.deepcopy((model, optimizer))
+    assert optimizer.curvature.closed and optimizer2.curvature.closed
     train(model2, optimizer2, range(3, 6))
     train(model, optimizer, range(3, 6))
     assert_identical(model, model2)
