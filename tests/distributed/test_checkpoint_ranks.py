@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from kfac_optim import KAISA, KFACLAMB, KFACSGD, FactorWise, KFACAdam, KLClip, LayerWise
@@ -17,6 +23,7 @@ from tests.helpers.files import packed, unpacked
 from tests.helpers.ranks import run_ranks
 from tests.helpers.settings import CLASSES, FLOAT64
 from tests.helpers.training import make_model, train
+from tests.helpers.versions import FLATTENS_DICTS
 
 # Refreshes at 0, 4, 8 and 12; saved after 6 steps, so that the statistics of step 5 are in no refresh yet. One that is
 # spread over 3 steps is started at 4, and step 6 still uses the one before it.
@@ -226,6 +233,81 @@ def test_ranks_that_loaded_different_states_are_told() -> None:
 
 
 # torch.distributed.checkpoint ----------------------------------------------------------------------------------------
+
+HOW = {"nested": StateDictOptions()}
+if FLATTENS_DICTS:
+    HOW["flat"] = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def dcp_state(model: nn.Module, optimizer: Any, how: str) -> dict[str, Any]:
+    """What is put into a checkpoint: of the module without its wrapper."""
+    inner = model.module if isinstance(model, DDP) else model
+    return {"model": inner.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer, options=HOW[how])}
+
+
+def set_dcp_state(model: nn.Module, optimizer: Any, state: dict[str, Any], how: str) -> None:
+    inner = model.module if isinstance(model, DDP) else model
+    inner.load_state_dict(state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=HOW[how])
+
+
+def round_trips(rank: int, world_size: int, folder: str) -> dict[Any, Any]:
+    """Through memory and through a folder, on two ranks."""
+    found: dict[Any, Any] = {}
+    for case in CASES:
+        for how in HOW:
+            model, optimizer = build(case, LayerWise())
+            wrapped = DDP(model)
+            train(wrapped, optimizer, range(K), rank=rank, world_size=world_size)
+            optimizer.curvature.synchronize()
+            state = dcp_state(wrapped, optimizer, how)
+            content = packed(state)
+            dcp.save(state, checkpoint_id=f"{folder}/{case}/{how}")
+            train(wrapped, optimizer, range(K, END), rank=rank, world_size=world_size)
+            found["final", case, how] = values(model)
+
+            resumed, again = build(case, FactorWise(), seed=1)
+            wrapped = DDP(resumed)
+            set_dcp_state(wrapped, again, unpacked(content), how)
+            train(wrapped, again, range(K, END), rank=rank, world_size=world_size)
+            found["memory", case, how] = values(resumed)
+            found["folder", case, how] = resume_from_folder(rank, world_size, folder, case, how)
+    return found
+
+
+def resume_from_folder(rank: int, world_size: int, folder: str, case: str, how: str) -> list[Tensor]:
+    """As the tutorials do it: a fresh optimizer's state is what the checkpoint is read into."""
+    model, optimizer = build(case, LayerWise(), seed=1)
+    wrapped = DDP(model) if world_size > 1 else model
+    state = dcp_state(wrapped, optimizer, how)
+    dcp.load(state, checkpoint_id=f"{folder}/{case}/{how}")
+    set_dcp_state(wrapped, optimizer, state, how)
+    train(wrapped, optimizer, range(K, END), rank=rank, world_size=world_size)
+    return values(model)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder: Path) -> list[dict[Any, Any]]:
+    return run_ranks(2, round_trips, str(folder))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("case", CASES)
+def test_distributed_checkpoint_round_trip(two_ranks: list[dict[Any, Any]], case: str, how: str) -> None:
+    for found in two_ranks:
+        assert_all_near([found["memory", case, how]], found["final", case, how])
+        assert_all_near([found["folder", case, how]], found["final", case, how])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.slow
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("case", CASES)
+def test_a_folder_of_two_ranks_is_loaded_on_one(
+    two_ranks: list[dict[Any, Any]], folder: Path, case: str, how: str
+) -> None:
+    assert_all_near([resume_from_folder(0, 1, str(folder), case, how)], two_ranks[0]["final", case, how])
 
 
 def ask_for_the_state_of_a_fresh_optimizer(rank: int, world_size: int) -> dict[Any, Any]:
