@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
-__all__ = ["Counted", "Counter", "counter", "moved", "saved_values"]
+__all__ = ["Counted", "Counter", "counter", "moved"]
 
 
 class Counter(NamedTuple):
@@ -42,12 +42,6 @@ def counter(start: float | None, largest: float = math.inf, name: str = "") -> A
     return Counter(start, largest, name)
 
 
-def saved_values(owner: object, counters: Mapping[str, Counter]) -> dict[str, float]:
-    """The values of an owner's attributes, in the form in which they are saved."""
-    values = {name: getattr(owner, each.attribute) for name, each in counters.items() if each.attribute}
-    return {name: -1 if x is None else int(x) if isinstance(x, bool) else x for name, x in values.items()}
-
-
 class Counted:
     """An object whose state is in its counters: ``seen: int = counter(0, largest=10, name="lengths")``.
 
@@ -67,7 +61,8 @@ class Counted:
 
     def counters(self) -> dict[str, float]:
         """Its part of the saved counters."""
-        return saved_values(self, self.COUNTERS)
+        values = {name: getattr(self, each.attribute) for name, each in self.COUNTERS.items() if each.attribute}
+        return {name: -1 if x is None else int(x) if isinstance(x, bool) else x for name, x in values.items()}
 
     def load(self, counters: Mapping[str, Any]) -> None:
         """Restores saved counters; those that are missing start anew."""
