@@ -232,6 +232,61 @@ def test_ranks_that_loaded_different_states_are_told() -> None:
         assert "different" in said and "every rank" in said, said
 
 
+# Keys and shapes -----------------------------------------------------------------------------------------------------
+
+
+def keys_and_shapes(state: Any) -> dict[str, Any]:
+    """Where what stands."""
+    return {
+        path: (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else type(value)
+        for path, value in leaves(state)
+    }
+
+
+def states_of_all_strategies(rank: int, world_size: int, at: tuple[int, ...]) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    names = STRATEGIES if world_size > 1 else ["factor-wise"]
+    for name in names:
+        for case in ("sgd", "adam, spread"):
+            model, optimizer = build(case, STRATEGIES[name])
+            wrapped = DDP(model) if world_size > 1 else model
+            found[name, case, "before"] = keys_and_shapes(optimizer.state_dict())
+            for steps in at:
+                first = optimizer.curvature.step_count
+                train(wrapped, optimizer, range(first, steps), rank=rank, world_size=world_size)
+                state = optimizer.state_dict()
+                found[name, case, steps] = keys_and_shapes(state)
+                found["counters", name, case, steps] = {
+                    key: value for key, value in state["param_groups"][0].items() if key.startswith("kfac")
+                }
+    return found
+
+
+def without_checksums(counters: dict[str, Any]) -> dict[str, Any]:
+    """They tell the last bits of the factors, which the order of sums over ranks changes."""
+    return {name: value for name, value in counters.items() if "checksum" not in name}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_keys_and_shapes_do_not_depend_on_ranks_or_strategy(world_size: int) -> None:
+    """Nor do the counters' values; there is nothing before the first step."""
+    at = (1, 5)
+    (expected,) = [states_of_all_strategies(0, 1, at)]
+    for found in run_ranks(world_size, states_of_all_strategies, at):
+        assert len(found) == 3 * len(expected)
+        for name in STRATEGIES:
+            for case in ("sgd", "adam, spread"):
+                assert not any(path.startswith(".state.") for path in found[name, case, "before"])
+                assert found[name, case, "before"] == expected["factor-wise", case, "before"]
+                for steps in at:
+                    assert found[name, case, steps] == expected["factor-wise", case, steps]
+                    assert any(path.endswith(".kfac.current.A.value") for path in found[name, case, steps])
+                    counters = without_checksums(expected["counters", "factor-wise", case, steps])
+                    assert counters["kfac_step"] == steps
+                    assert without_checksums(found["counters", name, case, steps]) == counters
+
+
 # torch.distributed.checkpoint ----------------------------------------------------------------------------------------
 
 HOW = {"nested": StateDictOptions()}
