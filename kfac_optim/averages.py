@@ -26,13 +26,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .blocks import SIDES, Block
+from .blocks import Block
 from .capture import StepMoments
 from .common.counters import Counted, counter
 from .common.stopwatch import Stopwatch
 from .common.tensor_cache import sent_once
 from .distributed import Communicator
 from .factors import Average, FactorSpec, read, write_
+from .snapshots import SIDES
 
 __all__ = ["Averaging", "PendingUpdate", "fold_", "traces"]
 

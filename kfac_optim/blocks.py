@@ -1,164 +1,38 @@
-"""One layer's block of the Fisher matrix, ``A (x) G``: its factors, their snapshots, decompositions and workers."""
+"""One layer's block of the Fisher matrix, ``A (x) G``: its state, its decompositions and the ranks that work on it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .common.counters import Counter
-from .common.precision import full_precision
 from .damping import Damping, kind_of, unit_of
 from .distributed import LayerAssignment
-from .factors import Average, FactorSpec, copy_average_, numbers_of, read
+from .factors import FactorSpec, numbers_of
 from .layers import KroneckerLayer
-from .solvers import Decomposition, Shifting
-from .spectra import eigenvalues, largest_eigenvalue
+from .snapshots import (
+    CONSTRAINED,
+    LEARNED,
+    SIDES,
+    SOURCES,
+    START_REACH,
+    Factors,
+    KnownSpectra,
+    Snapshot,
+    Source,
+    State,
+    set_learned,
+)
+from .solvers import Decomposition
+from .spectra import eigenvalues
 
-__all__ = [
-    "LEARNED",
-    "SIDES",
-    "SOURCES",
-    "UNSEEN_STEPS",
-    "Block",
-    "Factors",
-    "KnownSpectra",
-    "Snapshot",
-    "Source",
-    "State",
-    "part_dtype",
-    "set_learned",
-]
+__all__ = ["UNSEEN_STEPS", "Block", "part_dtype"]
 
-Side = Literal["A", "G"]
-SIDES: tuple[Side, Side] = ("A", "G")
-Source = Literal["current", "in_use", "pending"]
-SOURCES: tuple[Source, Source, Source] = ("current", "in_use", "pending")
-_CONSTRAINED = 2  # a layer counts as constrained after this many comparisons in a row that found its weights changed
-_START = 0.01  # of a layer's reach
-# The learned numbers of a layer, which are saved beside its running averages.
-LEARNED: Mapping[str, Counter] = {
-    "reach": Counter(_START),
-    "trains": Counter(False, 1),
-    "changes": Counter(0, _CONSTRAINED),
-}
 # After this many statistics steps in a row with gradients the user is told of a layer that was not seen; if no layer
 # was seen, an error ends training.
 UNSEEN_STEPS = 3
-
-
-@dataclass(frozen=True)
-class KnownSpectra:
-    """The mean and largest eigenvalues of A and of G, ``[p]`` each, as far as they are known without the factors."""
-
-    means: tuple[Tensor, Tensor] | None = None
-    largest: tuple[Tensor, Tensor] | None = None
-
-
-class Snapshot(TypedDict, total=False):
-    """What the state of a layer's weight holds for one :data:`Source`.
-
-    Attributes:
-        A: The running average A.
-        G: The running average G.
-        gamma: "in_use" and "pending": the damping of each pair with which the factors are decomposed, ``[p]``; 0 if the
-            solver adds it when it applies them.
-        reach: "current" alone: see :attr:`Block.reach`.
-        trains: "current" alone: see :attr:`Block.trains`.
-        changes: "current" alone: see :meth:`Block.note_comparison`.
-    """
-
-    A: Average
-    G: Average
-    gamma: Tensor
-    reach: float
-    trains: bool
-    changes: int
-
-
-State = dict[Source, Snapshot]
-
-
-def set_learned(snapshot: Snapshot, numbers: Mapping[str, Any]) -> None:
-    """Sets learned numbers of a snapshot."""
-    cast(dict[str, Any], snapshot).update(numbers)
-
-
-class Factors:
-    """A and G of one layer at one point in time, over the tensors that the optimizer's state holds.
-
-    Args:
-        layer: The layer.
-        snapshot: The tensors; gamma is a part of those that decompositions are made of.
-        known: The known eigenvalues; if another rank keeps a factor, all that are asked for.
-    """
-
-    def __init__(self, layer: KroneckerLayer, snapshot: Snapshot, known: KnownSpectra | None) -> None:
-        self.pairs_share_scale, self.specs, self.snapshot = layer.pairs_share_scale, layer.specs, snapshot
-        self._known_spectra = known or KnownSpectra()
-        self._largest: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def has_data(self) -> bool:
-        """Whether both running averages have seen something."""
-        return all(float(self.snapshot[side]["weight"]) for side in SIDES)
-
-    def kept(self, side: int) -> bool:
-        """Whether this rank keeps A (side 0) or G (side 1)."""
-        return "value" in self.snapshot[SIDES[side]]
-
-    def packed(self, side: int) -> Tensor:
-        """A (side 0) or G (side 1), packed, in at least float32."""
-        return read(self.snapshot[SIDES[side]])
-
-    def matrix(self, side: int) -> Tensor:
-        """A (side 0) or G (side 1), ``[p b, m, m]`` (diagonal: ``[p, n]``)."""
-        return self.specs[side].matrix(self.snapshot[SIDES[side]])
-
-    def means(self) -> tuple[Tensor, Tensor]:
-        """The mean eigenvalues of A and of G, ``[p]`` each; pairs that share a scale get their common mean."""
-        a, g = self._known_spectra.means or (self.mean(0), self.mean(1))
-        return (a.mean().expand_as(a), g.mean().expand_as(g)) if self.pairs_share_scale else (a, g)
-
-    def largest(self) -> tuple[Tensor, Tensor]:
-        """The largest eigenvalues of A and of G, ``[p]`` each; pairs that share a scale get the largest of all."""
-        if self._largest is None:  # found only once
-            self._largest = self._known_spectra.largest or (self.largest_of(0), self.largest_of(1))
-        a, g = self._largest
-        return (a.amax().expand_as(a), g.amax().expand_as(g)) if self.pairs_share_scale else (a, g)
-
-    def mean(self, side: int) -> Tensor:
-        """The mean eigenvalue of each pair of A (side 0) or G (side 1), which this rank must keep, ``[p]``."""
-        return self.specs[side].mean_eigenvalue(self.snapshot[SIDES[side]])
-
-    def largest_of(self, side: int) -> Tensor:
-        """The largest eigenvalue of each pair of A (side 0) or G (side 1), which this rank must keep, ``[p]``."""
-        matrix = self.matrix(side)
-        with full_precision(matrix.device.type):
-            return self.specs[side].largest_of_blocks(largest_eigenvalue(matrix))
-
-    def shifts(self, solver: Shifting, gamma: Tensor) -> tuple[Tensor, Tensor]:
-        """What a solver that damps factors adds to the diagonals of A and of G, ``[p]`` each."""
-        if self.pairs_share_scale:  # A is the constant 1, so all damping goes to G
-            return torch.zeros_like(gamma), gamma
-        return solver.shifts(gamma, *self.means())
-
-    def ones(self) -> Tensor:
-        """1 for each pair, ``[p]``."""
-        if self._known_spectra.means is not None:
-            return torch.ones_like(self._known_spectra.means[0])
-        value: Tensor = self.snapshot["A"]["value"]
-        return value.new_ones(self.specs[0].pairs, dtype=torch.promote_types(value.dtype, torch.float32))
-
-    def freeze(self, source: Factors, gamma: Tensor | None) -> None:
-        """Becomes a copy of ``source``; ``gamma``: the damping to decompose it with, ``[p]``, or None for none."""
-        for side in SIDES:
-            copy_average_(self.snapshot[side], source.snapshot[side])
-        if gamma is not None:
-            self.snapshot["gamma"].copy_(gamma)
 
 
 @dataclass(eq=False, repr=False)
@@ -255,9 +129,9 @@ class Block:
     def reach(self) -> float:
         """The learned share of the stretch along flat directions that its steps get (:mod:`~.reach`)."""
         if not self.state:
-            return _START
+            return START_REACH
         reach = float(self.state["current"]["reach"])
-        return min(reach, _START) if self.is_constrained else reach
+        return min(reach, START_REACH) if self.is_constrained else reach
 
     def set_reach(self, value: float) -> None:
         """Sets the reach to a newly learned value."""
@@ -285,7 +159,7 @@ class Block:
     @property
     def is_constrained(self) -> bool:
         """Whether the training loop keeps changing its weights between steps."""
-        return bool(self.state) and self.state["current"]["changes"] == _CONSTRAINED
+        return bool(self.state) and self.state["current"]["changes"] == CONSTRAINED
 
     def adopt(self, state: State) -> None:
         """Replaces the state."""

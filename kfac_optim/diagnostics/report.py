@@ -10,10 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ..blocks import SIDES, Block
+from ..blocks import Block
 from ..damping import value_of
 from ..distributed import Communicator
 from ..layers import KroneckerLayer
+from ..snapshots import SIDES
 from ..stages import Staged, Stages
 from ..steering import LEAST
 from .memory import memory_of

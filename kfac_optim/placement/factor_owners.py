@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..blocks import SIDES, Block, KnownSpectra, Source, State
+from ..blocks import Block
 from ..distributed import Broadcast, Communicator
+from ..snapshots import SIDES, KnownSpectra, Source, State
 
 __all__ = ["known_spectra", "move_factors", "whole_state"]
 

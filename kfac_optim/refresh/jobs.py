@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..blocks import Block, KnownSpectra, Source
+from ..blocks import Block
 from ..common.grouping import grouped_by_key, longest_first
 from ..factors import FactorSpec
+from ..snapshots import KnownSpectra, Source
 from ..solvers import BATCH_NUMEL, Batch, Decomposition, Failure, MaybeDecomposition, Shifting, Solver, damps_factors
 
 __all__ = ["FactorJob", "Refresh", "batch_of", "grouped_by_shape"]

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..bases.state_keys import PREFIX
-from ..blocks import LEARNED, SIDES, SOURCES, Block
+from ..blocks import Block
 from ..common.counters import Counter
+from ..snapshots import LEARNED, SIDES, SOURCES
 
 __all__ = ["check_counters", "check_states", "check_sums", "checksums"]
 

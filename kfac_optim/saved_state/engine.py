@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ..blocks import LEARNED, SIDES, State, set_learned
 from ..config import loaded_options, saved_options
 from ..distributed import shard_number
 from ..factors import copy_average_
 from ..placement import whole_state
+from ..snapshots import LEARNED, SIDES, State, set_learned
 from ..stages import COUNTERS, Staged, Stages
 from .checks import check_counters, check_states, check_sums, checksums
 

@@ -33,6 +33,7 @@ LAYERS = (
     ("distributed", "factors", "schedules"),
     ("bases", "layers", "damping"),
     ("capture", "solvers"),
+    ("snapshots",),
     ("blocks",),
     ("averages", "stacks", "sightings"),
     ("scaling",),
