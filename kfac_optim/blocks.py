@@ -133,9 +133,17 @@ class Block:
         reach = float(self.state["current"]["reach"])
         return min(reach, START_REACH) if self.is_constrained else reach
 
-    def set_reach(self, value: float) -> None:
-        """Sets the reach to a newly learned value."""
-        self.state["current"]["reach"] = value
+    @property
+    def reach_fell(self) -> bool:
+        """Whether the loss has ever ceased to fall along one of its stretches; until then the reach rises faster."""
+        return bool(self.state) and bool(self.state["current"]["fell"])
+
+    def set_reach(self, value: float, *, fell: bool | None = None) -> None:
+        """Sets the reach to a newly learned value; ``fell``: see :attr:`reach_fell`, which None leaves as it is."""
+        learned = self.state["current"]
+        learned["reach"] = value
+        if fell is not None:
+            learned["fell"] = fell
 
     @property
     def trains(self) -> bool:

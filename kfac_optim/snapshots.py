@@ -39,6 +39,7 @@ START_REACH = 0.01  # of a layer's reach
 # The learned numbers of a layer, which are saved beside its running averages.
 LEARNED: Mapping[str, Counter] = {
     "reach": Counter(START_REACH),
+    "fell": Counter(False, 1),
     "trains": Counter(False, 1),
     "changes": Counter(0, CONSTRAINED),
 }
@@ -61,6 +62,7 @@ class Snapshot(TypedDict, total=False):
         gamma: "in_use" and "pending": the damping of each pair with which the factors are decomposed, ``[p]``; 0 if the
             solver adds it when it applies them.
         reach: "current" alone: see :attr:`~kfac_optim.blocks.Block.reach`.
+        fell: "current" alone: see :attr:`~kfac_optim.blocks.Block.reach_fell`.
         trains: "current" alone: see :attr:`~kfac_optim.blocks.Block.trains`.
         changes: "current" alone: see :meth:`~kfac_optim.blocks.Block.note_comparison`.
     """
@@ -69,6 +71,7 @@ class Snapshot(TypedDict, total=False):
     G: Average
     gamma: Tensor
     reach: float
+    fell: bool
     trains: bool
     changes: int
 

@@ -330,10 +330,11 @@ class Stages:
         config, step = self.config, self.progress.step
         return {
             **self.counters(),
-            "reach": [block.reach for block in self.blocks],
-            "constrained": [block.is_constrained for block in self.blocks],
             **compared_options(config, step),
             "layers": [block.layer.name for block in self.blocks],
+            "reach": [block.reach for block in self.blocks],
+            "fell": [block.reach_fell for block in self.blocks],
+            "constrained": [block.is_constrained for block in self.blocks],
             "factors and workers": [(block.specs, block.workers) for block in self.blocks],
             "solver": compared(config.solver, step),
             "factor_dtype": config.factor_dtype,

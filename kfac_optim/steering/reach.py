@@ -21,6 +21,10 @@ Each layer has a reach of its own, which starts low. If the loss still falls alo
 a longer stretch would have been better, and reach rises by a tenth of itself; else it falls. It falls by much more
 where the next gradient g' has turned round: a stretch that was far too long has met a wall.
 
+Before its first fall, a reach is only known to be too small, and the less the slope has changed, the further it may be
+from where the loss ceases to fall. So until then it rises by more where the slope is above a half, by four tenths where
+it is 1. (TCP finds its rate in the same way, by a slow start that the first loss of a packet ends.)
+
 A reach is tied to the learning rate at which it was learned. Where the rate rises again after it has fallen (warm
 restarts, cycles), or jumps, reaches fall by the same factor, so that steps along flat directions stay as long as they
 were. In a warm-up these steps grow with the rate.
@@ -43,6 +47,7 @@ __all__ = ["LEAST", "RateHistory", "learn_reaches", "lower_reaches", "stretches"
 
 LEAST, _MOST = 3e-4, 3.0  # at the least reach a stretch is too small to notice
 _GROWTH = 1.1  # in a step, reach is multiplied by this factor or divided by it
+_FIRST_GROWTH = 1.4  # what it is multiplied by where the slope has not changed, before its first fall
 _TURNED, _FALL = 0.3, 30.0  # at a slope below minus the first, reach is divided by more than _GROWTH, up to the second
 _JUMP = 2.0  # a rate that rises by more than this factor from one step to the next has jumped: this is no warm-up
 
@@ -69,7 +74,8 @@ def learn_reaches(
             of_p = slopes.get(p, (0.0, 0.0))
             after, before = after + of_p[0], before + of_p[1]
         if before > 0 and (not undone or block.is_constrained or undone.isdisjoint(block.layer.parameters)):
-            block.set_reach(_moved(block.reach, after / before))
+            slope, fell = after / before, block.reach_fell
+            block.set_reach(_moved(block.reach, slope, fell=fell), fell=fell or not slope > 0)
             too_long.update(() if after > 0 else block.layer.parameters)  # also if ``after`` is NaN
     return too_long
 
@@ -106,10 +112,17 @@ class RateHistory(Counted):
         return rate / last if rate > last * (1.0 if self.fell else _JUMP) else 1.0
 
 
-def _moved(reach: float, slope: float) -> float:
-    """The next reach; ``slope``: the loss's slope along the last stretch, divided by that before the step."""
+def _moved(reach: float, slope: float, *, fell: bool) -> float:
+    """The next reach.
+
+    Args:
+        reach: The reach.
+        slope: The loss's slope along the last stretch, divided by that before the step.
+        fell: Whether the reach has ever fallen.
+    """
     if slope > 0:
-        return min(_MOST, reach * _GROWTH)
+        unchanged = 0.0 if fell else min(1.0, max(0.0, 2 * slope - 1))
+        return min(_MOST, reach * _GROWTH * (_FIRST_GROWTH / _GROWTH) ** unchanged)
     fall = max(1.0, min((slope / _TURNED) ** 2, _FALL / _GROWTH)) if math.isfinite(slope) else _FALL / _GROWTH
     return max(LEAST, reach / (_GROWTH * fall))
 
