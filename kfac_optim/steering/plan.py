@@ -97,7 +97,8 @@ class Steering:
             slopes = lessons.stretched.slopes(read)
             along = sum(after for p, (after, _) in slopes.items() if p not in undone)
             self.graft.learn(along if has_momentum else None)
-            self._too_long = learn_reaches(blocks, slopes, undone) | undone
+            warms_up = self.rate_history.rises_to(read.rate)
+            self._too_long = learn_reaches(blocks, slopes, undone, warms_up=warms_up) | undone
         lower_reaches(blocks, self.rate_history.rise(read.rate))
 
     def is_opposed(self, scaling: Scaling | None, *, turns: bool) -> bool:

@@ -23,7 +23,8 @@ where the next gradient g' has turned round: a stretch that was far too long has
 
 Before its first fall, a reach is only known to be too small, and the less the slope has changed, the further it may be
 from where the loss ceases to fall. So until then it rises by more where the slope is above a half, by four tenths where
-it is 1. (TCP finds its rate in the same way, by a slow start that the first loss of a packet ends.)
+it is 1 (TCP finds its rate in the same way, by a slow start that the first loss of a packet ends). It does not while
+the learning rate rises: a slope at the low rate of a warm-up says little about the rate that is to come.
 
 A reach is tied to the learning rate at which it was learned. Where the rate rises again after it has fallen (warm
 restarts, cycles), or jumps, reaches fall by the same factor, so that steps along flat directions stay as long as they
@@ -53,7 +54,11 @@ _JUMP = 2.0  # a rate that rises by more than this factor from one step to the n
 
 
 def learn_reaches(
-    blocks: Sequence[Block], slopes: Mapping[nn.Parameter, tuple[float, float]], undone: Set[nn.Parameter] = frozenset()
+    blocks: Sequence[Block],
+    slopes: Mapping[nn.Parameter, tuple[float, float]],
+    undone: Set[nn.Parameter] = frozenset(),
+    *,
+    warms_up: bool = False,
 ) -> set[nn.Parameter]:
     """Moves the reach of each layer.
 
@@ -63,6 +68,7 @@ def learn_reaches(
             step, and that of the gradients before it.
         undone: The parameters of layers whose last stretch the training loop may have undone. Nothing is learned from
             these stretches, except that a constrained layer still learns, up to its start value.
+        warms_up: Whether the learning rate rises.
 
     Returns:
         The parameters of layers whose stretch was too long, so that the loss no longer falls along it.
@@ -75,7 +81,7 @@ def learn_reaches(
             after, before = after + of_p[0], before + of_p[1]
         if before > 0 and (not undone or block.is_constrained or undone.isdisjoint(block.layer.parameters)):
             slope, fell = after / before, block.reach_fell
-            block.set_reach(_moved(block.reach, slope, fell=fell), fell=fell or not slope > 0)
+            block.set_reach(_moved(block.reach, slope, slowly=fell or warms_up), fell=fell or not slope > 0)
             too_long.update(() if after > 0 else block.layer.parameters)  # also if ``after`` is NaN
     return too_long
 
@@ -98,6 +104,10 @@ class RateHistory(Counted):
     last: float = counter(0.0, name="rate")
     fell: bool = counter(False, 1, "rate_fell")
 
+    def rises_to(self, rate: float) -> bool:
+        """Whether the highest learning rate of the coming step is above that of the last."""
+        return rate > self.last
+
     def rise(self, rate: float) -> float:
         """Records the highest learning rate of a step, if it is not 0.
 
@@ -112,16 +122,16 @@ class RateHistory(Counted):
         return rate / last if rate > last * (1.0 if self.fell else _JUMP) else 1.0
 
 
-def _moved(reach: float, slope: float, *, fell: bool) -> float:
+def _moved(reach: float, slope: float, *, slowly: bool) -> float:
     """The next reach.
 
     Args:
         reach: The reach.
         slope: The loss's slope along the last stretch, divided by that before the step.
-        fell: Whether the reach has ever fallen.
+        slowly: Whether it rises by no more than it falls.
     """
     if slope > 0:
-        unchanged = 0.0 if fell else min(1.0, max(0.0, 2 * slope - 1))
+        unchanged = 0.0 if slowly else min(1.0, max(0.0, 2 * slope - 1))
         return min(_MOST, reach * _GROWTH * (_FIRST_GROWTH / _GROWTH) ** unchanged)
     fall = max(1.0, min((slope / _TURNED) ** 2, _FALL / _GROWTH)) if math.isfinite(slope) else _FALL / _GROWTH
     return max(LEAST, reach / (_GROWTH * fall))

@@ -319,6 +319,9 @@ def test_before_its_first_fall_reach_rises_faster_where_the_slope_has_hardly_cha
         reach.learn_reaches([block], {weight: (slope, 1.0)})
         reach.lower_reaches([block], 1.2)
         assert block.reach == pytest.approx(before * growth / 1.2) and not block.reach_fell
+    before = block.reach
+    reach.learn_reaches([block], {weight: (1.0, 1.0)}, warms_up=True)
+    assert block.reach == pytest.approx(1.1 * before)
     reach.learn_reaches([block], {weight: (-0.1, 1.0)})
     other, same_weight = stepped()
     for each, of in [(optimizer, weight), (other, same_weight)]:
@@ -330,6 +333,22 @@ def test_before_its_first_fall_reach_rises_faster_where_the_slope_has_hardly_cha
         reach.learn_reaches([block], {of: (1.0, 1.0)})
         assert block.reach == pytest.approx(1.1 * before)
         block.set_reach(before)
+
+
+@pytest.mark.usefixtures("never_turned", "soon_grown")
+@pytest.mark.parametrize("rise", [1.0, 1.05, 0.95])
+def test_in_a_warm_up_reach_rises_slowly(rise: float) -> None:
+    """Not so at a rate that is constant or falls."""
+    model, batch = net(), data()
+    optimizer = KFACSGD(model, **options(0.001, momentum=0.9))
+    seen: list[float] = []
+    for _ in range(8):
+        backward(model, batch, loss)
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] *= rise
+        seen.append(optimizer.curvature.report()["reach"])
+    growths = {round(after / before, 3) for before, after in zip(seen[1:], seen[2:], strict=False)}
+    assert growths == ({1.0, 1.1} if rise > 1 else {1.0, 1.4})
 
 
 def test_a_slope_that_is_not_a_number_is_that_of_a_wall() -> None:
@@ -491,7 +510,7 @@ def test_what_a_step_repeats(momentum: float, too_far: bool, monkeypatch: pytest
     step()  # computes
     noted = {p: dict(optimizer.state[p]) for p in model.parameters()}
     before = {p: p.detach().clone() for p in model.parameters()}
-    monkeypatch.setattr(plan, "learn_reaches", lambda *_: set(model.parameters()) if too_far else set())
+    monkeypatch.setattr(plan, "learn_reaches", lambda *_, **__: set(model.parameters()) if too_far else set())
     step()
     for p, reached in optimizer.curvature.stages.trained.reaches().items():
         update = optimizer.state[p]["momentum_buffer"] if momentum else p.grad
