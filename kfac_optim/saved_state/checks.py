@@ -44,8 +44,8 @@ def check_states(
         problem = _problem(block, states[weight], rank, pending=pending) if known else "has no Kronecker factors"
         if problem:
             raise ValueError(
-                f"the state of {block.layer.name!r} {problem}: damaged, or of another model, skip_layers or "
-                "max_factor_dim, or of an optimizer that was built while other biases were frozen?"
+                f"the state of {block.layer.name!r} {problem}: damaged, of an earlier version, or of another model, "
+                "skip_layers or max_factor_dim, or of an optimizer that was built while other biases were frozen?"
             )
 
 
