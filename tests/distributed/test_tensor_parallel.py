@@ -123,7 +123,11 @@ def on_a_mesh(rank: int, world_size: int, kind: str, data_ranks: int) -> list[Te
 
 
 def learn_together(
-    blocks: Sequence[Block], slopes: Mapping[nn.Parameter, tuple[float, float]], undone: Set[nn.Parameter]
+    blocks: Sequence[Block],
+    slopes: Mapping[nn.Parameter, tuple[float, float]],
+    undone: Set[nn.Parameter],
+    *,
+    warms_up: bool,
 ) -> set[nn.Parameter]:  # as reach.learn_reaches
     """Shards of one layer have one reach, which they learn from all of them."""
     whole: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -132,7 +136,8 @@ def learn_together(
             for side, value in enumerate(slopes.get(p, ())):
                 whole[block.layer.name.partition(".")[0]][side] += value
     together = {block.layer.weight: whole[block.layer.name.partition(".")[0]] for block in blocks}
-    return reach.learn_reaches(blocks, {p: (after, before) for p, (after, before) in together.items()}, undone)
+    slopes = {p: (after, before) for p, (after, before) in together.items()}
+    return reach.learn_reaches(blocks, slopes, undone, warms_up=warms_up)
 
 
 def in_one_process(kind: str, parts: int) -> Shards:
