@@ -319,7 +319,7 @@ class Stages:
 
         ``more``: further numbers that may differ, but only by rounding.
         """
-        found = self.ranks.check({**self.built(), **more}, {*Steering.COUNTERS, "reach", *more})
+        found = self.ranks.check({**self.built(), **more}, {*Steering.COUNTERS, "reach", "fell", *more})
         self.steering.take_over(found)
         for block, reach in zip(self.blocks, found.get("reach", ()), strict=False):
             if reach != block.reach:

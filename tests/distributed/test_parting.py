@@ -236,7 +236,7 @@ def test_ranks_whose_layers_are_never_called_go_on_together() -> None:
 # Ranks that may differ -----------------------------------------------------------------------------------------------
 
 
-def round_differently(rank: int, world_size: int, by: float, notches: int) -> list[Any]:
+def round_differently(rank: int, world_size: int, by: float, notches: int, fell: bool | None = None) -> list[Any]:
     """The last rank changes what it has learned as other roundings do, or by more; returns what all know in the end."""
     model, optimizer = make(rank, {"damping": OfLargest(0.03)})
     engine = optimizer.curvature
@@ -246,7 +246,7 @@ def round_differently(rank: int, world_size: int, by: float, notches: int) -> li
             engine.stages.steering.brake.usual *= by
             engine.stages.steering.trust.notches += notches
             for block in engine.stages.blocks:
-                block.set_reach(block.reach * by)
+                block.set_reach(block.reach * by, fell=fell)
     return [engine.stages.built()["usual_length"], [block.reach for block in engine.stages.blocks], values(model)]
 
 
@@ -258,10 +258,16 @@ def test_what_ranks_round_differently_becomes_that_of_the_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("by", "notches", "named"), [(1.01, 0, "usual_length is"), (1.0, 1, "trust is"), (math.inf, 0, "usual_length is")]
+    ("by", "notches", "fell", "named"),
+    [
+        (1.01, 0, None, "usual_length is"),
+        (1.0, 1, None, "trust is"),
+        (math.inf, 0, None, "usual_length is"),
+        (1.0, 0, False, "fell is"),
+    ],
 )
-def test_what_differs_by_more_is_no_rounding(by: float, notches: int, named: str) -> None:
-    for story in run_ranks(2, round_differently, by, notches, may_fail=True):
+def test_what_differs_by_more_is_no_rounding(by: float, notches: int, fell: bool | None, named: str) -> None:
+    for story in run_ranks(2, round_differently, by, notches, fell, may_fail=True):
         assert named in str(story) and "LocalCommunicator() for a rank alone" in str(story), story
 
 

@@ -335,6 +335,15 @@ def test_before_its_first_fall_reach_rises_faster_where_the_slope_has_hardly_cha
         block.set_reach(before)
 
 
+def test_a_state_that_does_not_say_whether_reaches_fell_is_refused() -> None:
+    """As one that an earlier version has saved."""
+    optimizer, _ = stepped()
+    state = copy.deepcopy(optimizer.state_dict())
+    del state["state"][2]["kfac"]["current"]["fell"]
+    with pytest.raises(ValueError, match=r"state of '2' has fell=None.*of an earlier version"):
+        optimizer.load_state_dict(state)
+
+
 @pytest.mark.usefixtures("never_turned", "soon_grown")
 @pytest.mark.parametrize("rise", [1.0, 1.05, 0.95])
 def test_in_a_warm_up_reach_rises_slowly(rise: float) -> None:
