@@ -139,7 +139,8 @@ class Preconditioner:
         found = {
             block: part
             for stack, direction in zip(stacks, directions, strict=True)
-            for block, part in zip(stack.blocks, direction.split(stack.pair_counts), strict=True)
+            for whole in [stack.layout.memory_view(direction)]
+            for block, part in zip(stack.blocks, whole.split(stack.pair_counts), strict=True)
         }
         broadcasts = []
         for block in known:

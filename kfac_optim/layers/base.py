@@ -131,6 +131,8 @@ class KroneckerLayer(ABC):
         copies_rows: Whether the entries of rows are those of inputs and output gradients, unchanged, so that half
             precision can hold them.
         pairs_share_scale: Whether the pairs share one damping and one norm.
+        stored_transposed: Whether the weight is the transpose of its matrix in memory; vectors of such layers are then
+            kept as transposes too, which need no copying.
         sharing: "expand" or "reduce".
         batch_dim: The dimension of the examples in inputs with shared positions.
         host: For the projections of attention, which are not modules that are called, the module whose forward calls
@@ -143,6 +145,7 @@ class KroneckerLayer(ABC):
     diagonal_input = False
     always_expands = False
     copies_rows = False
+    stored_transposed = False
     bias_part = slice(None)
     host: nn.Module | None = None
 

@@ -50,6 +50,8 @@ class LinearLayer(RowsLayer):
 class TransposedLinearLayer(LinearLayer):
     """transformers' ``Conv1D``: a Linear whose weight is stored ``[d_in, d_out]``."""
 
+    stored_transposed = True
+
     def weight_to_matrix(self, weight: Tensor) -> Tensor:
         return weight.T[None]
 

@@ -61,7 +61,7 @@ class JointEigen:
         Args:
             gradients: The gradients of the stacks, ``[p, d_out, d_in]`` each.
             value: Gamma divided by the unit.
-            out: Where the results go; contiguous, of the same shapes.
+            out: Where the results go; of the same shapes.
         """
         for members, kept in self._groups:
             if not members:

@@ -3,15 +3,17 @@
 A step processes the vectors of all layers of one shape (gradients, first moments, updates) at once, in one tensor
 ``[p, d_out, d_in]``. All weights together are a strided part of that tensor, and so are all biases. To fill such a part
 takes one operation. To read it takes none if it is contiguous, otherwise one that copies it. The vectors that are read
-are laid out as the parameters are, so that a multi-tensor operation can take all of them at once.
+are laid out as the parameters are, so that a multi-tensor operation can take all of them at once. If weights are the
+transposes of their matrices (embeddings, transformers' ``Conv1D``), the tensor is a transpose as well.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +67,7 @@ class _Run:
         self.length += length
 
     def of(self, whole: Tensor) -> Tensor:
-        """The run's part of contiguous matrices, as a view."""
+        """The run's part of matrices in memory order (:class:`Layout`), as a view."""
         offset = whole.storage_offset() + self.offset
         return whole.as_strided((self.length, *self.shape), self.stride, offset)
 
@@ -73,7 +75,7 @@ class _Run:
         """Copies the parameters' vectors to the matrices."""
         given = [_part(vectors[p], index) for p, index in zip(self.parameters, self.indices, strict=True)]
         if len(given) == 1:
-            _copy(given[0], self.of(whole))
+            self.of(whole).copy_(given[0])
         else:
             torch.cat(given, out=self.of(whole))
 
@@ -85,7 +87,7 @@ class _Run:
                 part.copy_(vectors[p][index])
 
     def read(self, whole: Tensor, parameters: Collection[nn.Parameter]) -> list[Part]:
-        """These parameters' parts of contiguous matrices, as contiguous tensors: views if the run is contiguous."""
+        """These parameters' parts of matrices in memory order, contiguous: views if the run is contiguous."""
         together = self.of(whole).contiguous()
         parts = (together,) if len(self.lengths) == 1 else together.split_with_sizes(self.lengths)
         found = zip(self.parameters, self.indices, parts, strict=True)
@@ -110,16 +112,6 @@ class _Run:
         return [[part for part in of_whole if part[0] in parameters] for of_whole in found]
 
 
-def _copy(source: Tensor, to: Tensor) -> None:
-    """Copies a tensor; an embedding's weight, whose transpose is its matrix, six times as fast as ``to.copy_()``.
-
-    Torch transposes block by block only if the matrix that it writes to is contiguous.
-    """
-    if to.dim() == 2 and to.stride(0) == 1:
-        source, to = source.T, to.T
-    to.copy_(source)
-
-
 def _part(vector: Tensor, index: slice) -> Tensor:
     """A slice of a vector; if it is the whole vector, the comparison is faster than slicing."""
     return vector if index == _WHOLE else vector[index]
@@ -130,14 +122,21 @@ class Layout:
 
     Args:
         layers: Layers of one shape on one device.
+
+    Attributes:
+        shape: The shape of the matrices, ``[p, d_out, d_in]``.
+        device: The device of the parameters.
+        parameters: The parameters.
+        is_transposed: Whether the matrices are the transposes of contiguous ones ("matrices in memory order" below),
+            because the first layer's weight is that of its matrix.
     """
 
     def __init__(self, layers: Sequence[KroneckerLayer]) -> None:
         self.shape = (sum(layer.pairs for layer in layers), layers[0].d_out, layers[0].d_in)
-        self.device = layers[0].weight.device
+        self.device, self.is_transposed = layers[0].weight.device, layers[0].stored_transposed
         self._runs: list[_Run] = []
         self._computed: list[tuple[KroneckerLayer, slice]] = []  # layers without views, and the indices of their pairs
-        whole, start = torch.empty(self.shape, device="meta"), 0
+        whole, start = self._made(torch.empty, device="meta"), 0
         self.parameters = {p for layer in layers for p in layer.parameters}
         self._unused = whole.numel()  # entries that belong to no parameter
         growing: dict[int, _Run] = {}  # the last run of weights (0), and of biases (1)
@@ -159,18 +158,27 @@ class Layout:
                     growing[kind] = _Run([p], [index], [len(part)], part.shape[1:], part.stride(), offset)
                     self._runs.append(growing[kind])
 
+    def memory_view(self, matrices: Tensor) -> Tensor:
+        """Matrices ``[p, d_out, d_in]`` as they lie in memory: transposed if the weights are; also the way back."""
+        return matrices.mT if self.is_transposed else matrices
+
+    def _made(self, make: Callable[..., Tensor], **options: Any) -> Tensor:
+        """Matrices made by a function of their shape, like torch.empty."""
+        p, d_out, d_in = self.shape
+        return self.memory_view(make((p, d_in, d_out) if self.is_transposed else self.shape, **options))
+
     def fill(self, vectors: Mapping[nn.Parameter, Tensor], dtype: torch.dtype) -> Tensor:
         """The matrices of the parameters' vectors, ``[p, d_out, d_in]``, with zeros for parameters without a vector."""
         complete = all(p in vectors for run in self._runs for p in run.parameters)
         make = torch.empty if complete and not self._unused else torch.zeros
-        whole = make(self.shape, dtype=dtype, device=self.device)
+        whole = self._made(make, dtype=dtype, device=self.device)
         for run in self._runs:
             (run.fill if complete else run.fill_in_part)(whole, vectors)
         self._fill_computed(whole, vectors)
         return whole
 
     def fill_or_defer(self, whole: Tensor, vectors: Mapping[nn.Parameter, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Like :meth:`fill`, for contiguous matrices that exist, but leaves contiguous parts to :func:`fill_all`.
+        """Like :meth:`fill`, for matrices in memory order that exist, but leaves contiguous parts to :func:`fill_all`.
 
         Returns:
             Those parts, each with the vector to be copied there.
@@ -201,7 +209,7 @@ class Layout:
 
     def read(self, matrices: Tensor, parameters: Collection[nn.Parameter]) -> list[Part]:
         """Reads the part of each of these parameters out of matrices ``[p, d_out, d_in]``, as a view where possible."""
-        whole = matrices.contiguous()
+        whole = self.memory_view(self.memory_view(matrices).contiguous())
         viewed = [part for run in self._runs for part in run.read(whole, parameters)]
         return viewed + self._read_computed(whole, parameters)
 
@@ -213,7 +221,7 @@ class Layout:
     def read_several(
         self, matrices: Sequence[Tensor], parameters: Collection[nn.Parameter], *, copies: bool
     ) -> list[list[Part]]:
-        """Like :meth:`read`, for several contiguous matrices at equal distances in one storage, in fewer operations.
+        """Like :meth:`read`, for matrices in memory order, at equal distances in one storage, by fewer operations.
 
         ``copies``: whether to avoid views, which would keep the storage in memory.
         """
@@ -233,7 +241,7 @@ class Layout:
 
 
 def fill_all(layouts: Sequence[Layout], vectors: Mapping[nn.Parameter, Tensor], matrices: Sequence[Tensor]) -> None:
-    """Fills contiguous matrices of several layouts; one multi-tensor operation copies all contiguous parts."""
+    """Fills matrices of several layouts, in memory order; one multi-tensor operation copies all contiguous parts."""
     each = zip(layouts, matrices, strict=True)
     deferred = [part for layout, whole in each for part in layout.fill_or_defer(whole, vectors)]
     if deferred:

@@ -71,6 +71,12 @@ class Matrices:
             torch.mul(part, factor.to(part.device) if isinstance(factor, Tensor) else factor, out=to)
         return result
 
+    def minus_multiples_(self, others: Matrices, by: Tensor) -> Matrices:
+        """Subtracts other matrices, each multiplied by the factor of its pair, ``[pairs]``, in place; returns these."""
+        for part, other, factor in zip(self.scaled, others.scaled, self._factors(by), strict=True):
+            part.addcmul_(other, factor.to(part.device), value=-1)
+        return self
+
     def norms(self) -> Tensor:
         """The Frobenius norm of each pair's matrix, over all pairs scaled with it, ``[pairs]``."""
         return _joined(list(map(norm, self.summed, self.groups_of_summed)))
@@ -91,7 +97,7 @@ class Matrices:
         for matrix, vector in zip(self.parts, vectors.parts, strict=True):
             if is_asynchronous(matrix.device):
                 matrix.masked_fill_(vector == 0, 0.0)
-            elif float(vector.abs().amin()) == 0:  # most vectors have no zeros
+            elif int(vector.count_nonzero()) < vector.numel():  # most vectors have no zeros
                 # ``ne`` writes numbers, not bools, because torch's loops over bools take several times as long.
                 matrix.mul_(torch.ne(vector, 0, out=torch.empty_like(vector)))
 
@@ -123,6 +129,7 @@ class FlatStorage:
             up to one that shares less, can share kernels.
         groups: For each stack, which of its pairs are scaled together.
         device: The device of the matrices.
+        transposed: For each stack, whether its matrices are the transposes of those in the storage (:class:`~.Layout`).
 
     Attributes:
         stacks_scaled, stacks_summed: How many stacks, from the first on, each of the two kernels takes.
@@ -132,9 +139,16 @@ class FlatStorage:
     """
 
     def __init__(
-        self, shapes: Sequence[tuple[int, int, int]], groups: Sequence[Groups | None], device: torch.device
+        self,
+        shapes: Sequence[tuple[int, int, int]],
+        groups: Sequence[Groups | None],
+        device: torch.device,
+        transposed: Sequence[bool] | None = None,
     ) -> None:
         self.shapes, self.groups, self.device = list(shapes), list(groups), device
+        self.transposed = [False] * len(shapes) if transposed is None else list(transposed)
+        turned = zip(shapes, self.transposed, strict=True)
+        self._in_memory = [(p, d_in, d_out) if turn else (p, d_out, d_in) for (p, d_out, d_in), turn in turned]
         kinds = list(map(storage_order, shapes, groups))
         self.stacks_scaled, self.stacks_summed = (
             next((i for i, kind in enumerate(kinds) if kind > most), len(kinds)) for most in range(2)
@@ -153,6 +167,11 @@ class FlatStorage:
         self.summed_shape, counts = rows(self.stacks_summed)
         self.groups_of_rows = Groups.of(counts, device, sum(pairs[: self.stacks_summed], []))
 
+    def split(self, whole: Tensor) -> list[Tensor]:
+        """The matrices of each stack in the storage ``whole``, as views."""
+        views = split_flat(whole, self._in_memory)
+        return [view.mT if turn else view for view, turn in zip(views, self.transposed, strict=True)]
+
     def several(self, n: int, dtype: torch.dtype) -> list[FlatMatrices]:
         """``n`` uninitialised sets of matrices, all in one storage."""
         whole = torch.empty((n, sum(map(math.prod, self.shapes))), dtype=dtype, device=self.device)
@@ -168,7 +187,7 @@ class FlatMatrices(Matrices):
     """
 
     def __init__(self, whole: Tensor, storage: FlatStorage) -> None:
-        super().__init__(split_flat(whole, storage.shapes), storage.groups)
+        super().__init__(storage.split(whole), storage.groups)
         self.whole, self.storage, self.parts = whole, storage, [whole]
         if n := storage.stacks_scaled:
             self.scaled = [self._in_rows(storage.scaled_shape), *self.tensors[n:]]

@@ -59,6 +59,7 @@ def norm(matrix: Tensor, groups: Groups | None) -> Tensor:
 def inner(one: Tensor, other: Tensor, groups: Groups | None) -> Tensor:
     """For each pair, the inner product of two matrices ``[p, d_out, d_in]`` over all pairs scaled with it, ``[p]``."""
     if len(one) == 1:  # no copy of the products in memory
+        one, other = (one, other) if one.is_contiguous() else (one.mT, other.mT)
         products = torch.dot(one.reshape(-1), other.reshape(-1)).view(1)
     else:
         products = (one * other).sum((1, 2))

@@ -134,9 +134,10 @@ class StackSolver:
             return None
         if self._storage is None or self._joint is None or list(map(id, self._joint[0])) != list(map(id, tiles)):
             shapes, groups = [stack.layout.shape for stack in stacks], [stack.groups for stack in stacks]
-            known, device = self._storage, stacks[0].layout.device
-            if known is None or (known.shapes, known.groups, known.device) != (shapes, groups, device):
-                self._storage = FlatStorage(shapes, groups, device)
+            transposed, device = [stack.layout.is_transposed for stack in stacks], stacks[0].layout.device
+            wanted, known = (shapes, groups, device, transposed), self._storage
+            if known is None or (known.shapes, known.groups, known.device, known.transposed) != wanted:
+                self._storage = FlatStorage(*wanted)
             units = [stack.damping_unit.to(self.dtype) for stack in stacks]
             self._joint = tiles, JointEigen([of_stack[0].decomposed for of_stack in tiles], units)
         return self._joint[1]

@@ -110,7 +110,8 @@ def stacks_of(blocks: Sequence[Block], damping: Damping) -> list[Stack]:
     def kind(block: Block) -> tuple[Any, ...]:
         layer = block.layer
         kept = [(spec.dim, spec.diagonal, spec.blocks) for spec in block.specs]
-        return (*kept, layer.pairs_share_scale, layer.weight.device, block.workers.gradient_workers)
+        form = (layer.pairs_share_scale, layer.stored_transposed, layer.weight.device)
+        return (*kept, *form, block.workers.gradient_workers)
 
     def size(block: Block) -> int:
         layer = block.layer

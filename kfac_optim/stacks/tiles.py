@@ -73,12 +73,13 @@ def precondition(solver: Solver, gradient: Tensor, tiles: Sequence[Tile], gamma:
 
     Args:
         solver: The solver.
-        gradient: ``[p, d_out, d_in]``.
+        gradient: ``[p, d_out, d_in]``; the result lies in memory as it does.
         tiles: The tiles, whose decompositions are converted to the gradient's dtype.
         gamma: The damping of each pair, ``[p]``.
     """
     if len(tiles) == 1:
-        return solver.precondition(gradient, *_converted(gradient.dtype, tiles[0]), gamma).contiguous()
+        found = solver.precondition(gradient, *_converted(gradient.dtype, tiles[0]), gamma)
+        return found if found.stride() == gradient.stride() else torch.empty_like(gradient).copy_(found)
     direction = torch.empty_like(gradient)
     for tile in tiles:
         part, (missing_rows, missing_columns) = gradient[:, tile.rows, tile.columns], tile.missing

@@ -143,8 +143,10 @@ def stretches(directions: Stacked, out: Matrices | None = None) -> Matrices:
     ``out``: see :class:`~kfac_optim.stacks.matrices.Matrices`.
     """
     assert directions.steepest is not None
-    found = directions.directions.times(directions.steepest.factors, out)  # (L + gamma) P m
-    found = found.minus(directions.gradients, out=found)
-    if directions.updates is directions.gradients:
-        return found
-    return found.times(directions.rates_followed, out=found)
+    steepest = directions.steepest.factors  # which turn the directions into (L + gamma) P m
+    if directions.updates is directions.gradients:  # c is 1
+        found = directions.directions.times(steepest, out)
+        return found.minus(directions.gradients, out=found)
+    rates = directions.rates_followed
+    found = directions.directions.times(steepest * rates, out)
+    return found.minus_multiples_(directions.gradients, rates)

@@ -180,7 +180,11 @@ def test_a_rank_holds_what_the_estimate_says(held: list[dict[str, Any]], name: s
         there, estimate, _ = found[name]
         sources = 3 if HELD[name][1]["spread"] else 2
         numbers = DEPTH * sources * 2 * 2 * 8  # weight and trace of A and of G, on every rank
-        assert there == pytest.approx(estimate["total"] + numbers, rel=0.03), "gamma and the like come on top"
+        if (
+            name != "layer-wise, inverse"
+        ):  # the eigenvalues of the layers that this rank preconditions, without small ones
+            numbers += DEPTH // (1 if name.startswith("factor-wise") else 4) * 4 * (25 + 24)
+        assert there == pytest.approx(estimate["total"] + numbers, rel=0.025), "gamma and the like come on top"
         assert estimate["local sums"] == 0
 
 

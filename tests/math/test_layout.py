@@ -26,6 +26,7 @@ CASES = {
     "transposed": [nn.ConvTranspose2d(4, 6, 2) for _ in range(2)],
     "on their side": [],  # weights that transposes of the matrices are made of
     "upright and on their side": [],
+    "embeddings": [nn.Embedding(5, 3) for _ in range(3)],
     "padded": [],  # the matrices have a column that belongs to no parameter
     "numbers": [],  # parameters without a dimension
     "transposed, one bias": [],
@@ -177,7 +178,9 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("name", "reads"), [("biases", 2), ("no biases", 0), ("norms of several sizes", 2)])
+@pytest.mark.parametrize(
+    ("name", "reads"), [("biases", 2), ("no biases", 0), ("embeddings", 0), ("norms of several sizes", 2)]
+)
 def test_all_weights_are_one_operation_and_so_are_all_biases(name: str, reads: int) -> None:
     layers = layers_of(name)
     vectors, layout = vectors_of(layers), Layout(layers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -76,16 +76,19 @@ def _components(direction: Tensor, a: Decomposition, g: Decomposition, pair: int
     return q_g.T @ direction @ q_a
 
 
-@given(dim=st.integers(2, 8), kept=st.integers(0, 8))
+@given(dim=st.integers(2, 50), kept=st.integers(0, 50))
+@example(dim=33, kept=17)
 def test_only_the_eigenvectors_that_matter_are_used(dim: int, kept: int) -> None:
-    """What is passed on holds as many eigenvectors as the pair with the most of them has."""
+    """What is passed on holds as many eigenvectors as the pair with the most of them has, up to a multiple of 16."""
     kept = min(kept, dim)
     values = torch.full((2, dim), 1e-9)  # ascending, as torch.linalg.eigh returns them
     values[0, dim - kept :], values[1, min(dim - kept + 1, dim) :] = 1, 1
     a = (values, torch.eye(dim).expand(2, -1, -1))
     g = (torch.ones(2, 3), torch.eye(3).expand(2, -1, -1))
     (in_a, q_a), (in_g, q_g) = relevant(EigenSolver(negligible=0.01), a, g, torch.full((2,), 0.1))
-    assert in_a.shape == (2, kept) and q_a.shape == (2, dim, kept)
+    room = min(dim, -(-kept // 16) * 16)
+    assert in_a.shape == (2, room) and q_a.shape == (2, dim, room)
+    assert in_a.count_nonzero(1).tolist() == [kept, max(0, min(kept - 1, dim))]
     assert in_g.shape == (2, 3 if kept else 0) and q_g.shape == (2, 3, in_g.shape[-1])
 
 

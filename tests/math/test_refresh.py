@@ -31,6 +31,7 @@ from kfac_optim.solvers import Batch, Failure, decompose_all, decompose_safely
 from kfac_optim.stacks.directions import by_parameter
 from kfac_optim.stacks.stack import _cat, stack_of
 from tests.helpers.files import through_a_file
+from tests.helpers.reference import Conv1D
 
 specs = st.builds(FactorSpec, st.integers(1, 3), st.sampled_from([3, 4, 10]), st.booleans())
 
@@ -552,6 +553,25 @@ def test_layers_of_one_shape_together_equal_each_on_its_own(
                 torch.testing.assert_close(direction, alone[p], rtol=1e-12, atol=1e-14)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def test_weights_that_are_transposes_make_stacks_of_their_own() -> None:
+    """Each stack's matrices then lie in memory as all of its weights do."""
+    net = nn.Sequential(nn.Linear(4, 4), Conv1D(4, 4), nn.Linear(4, 4), Conv1D(4, 4))
+    optimizer = KFACSGD(net, lr=0.1, factor_update_steps=1)
+    net(torch.randn(7, 4)).square().mean().backward()
+    optimizer.step()
+    stacks = optimizer.curvature.stages.preconditioner._stacks
+    assert [[block.layer.name for block in stack.blocks] for stack in stacks] == [["0", "2"], ["1", "3"]]
+    for stack in stacks:
+        vectors = {p: torch.randn(p.shape) for p in stack.layout.parameters}
+        whole = stack.layout.fill(vectors, torch.float32)
+        assert stack.layout.memory_view(whole).is_contiguous()
+        weights = [part for p, _, part in stack.layout.read(whole, vectors) if p.dim() == 2]
+        assert all(
+            torch.equal(weight, vectors[block.layer.weight])
+            for weight, block in zip(weights, stack.blocks, strict=True)
+        )
 
 
 def test_a_refresh_frees_the_decompositions_that_it_replaces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,11 +111,15 @@ def test_a_view_does_not_keep_the_matrices_of_all_stacks(bias: bool, monkeypatch
     assert sum(kept.values()) < 1.5 * sum(part.nbytes for part in noted)
 
 
+@pytest.mark.parametrize("transposed", [None, [True, False, True, True]])
 @pytest.mark.parametrize("alone", [[(1, 5, 5), (100, 8, 1)], [(100, 8, 1), (1, 5, 5)]])
-def test_factors_of_pairs_reach_the_rows_of_their_matrices(alone: list[tuple[int, int, int]]) -> None:
+def test_factors_of_pairs_reach_the_rows_of_their_matrices(
+    alone: list[tuple[int, int, int]], transposed: list[bool] | None
+) -> None:
     """Of stacks that stand alone, too: of many pairs, and of matrices that no whole number of rows fills."""
     shapes = [(2, 8, 3), (3, 4, 4), *alone]
-    side = FlatStorage(shapes, [None] * len(shapes), torch.device("cpu"))
+    side = FlatStorage(shapes, [None] * len(shapes), torch.device("cpu"), transposed)
+    assert [tuple(tensor.shape) for tensor in side.several(1, torch.float64)[0].tensors] == shapes
     assert side.stacks_scaled == 2 and side.scaled_shape == (12, 1, 8)
     matrices, others = side.several(2, torch.float64)
     for flat in (matrices, others):
@@ -130,6 +134,7 @@ def test_factors_of_pairs_reach_the_rows_of_their_matrices(alone: list[tuple[int
         (matrices.minus(others, out=matrices.empty()), apart.minus(beside)),
         (matrices.minus(others), apart.minus(beside, out=apart.empty())),
         (matrices.times(factors, out=matrices), apart.times(factors, out=apart)),
+        (matrices.minus_multiples_(others, factors), apart.minus_multiples_(beside, factors)),
     ):
         assert isinstance(found, FlatMatrices)
         torch.testing.assert_close(found.tensors, expected.tensors, rtol=0, atol=0)
