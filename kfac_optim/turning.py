@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .bases import BaseStep, Bucket, gradient_weight_tracked, keep_averages, records, take_apart, update_length
-from .bases.multi_tensor import multiplied, subtract_, subtract_multiples_
+from .bases.multi_tensor import subtract_, subtract_multiples_
 from .bases.state_keys import MOMENT
 from .common.rates import Scalar, moves, rate_of
 from .engine import CurvatureEngine
@@ -115,8 +115,8 @@ def _turn_and_stretch(
     _subtract(_changes_of(covered, found.get(records.CHANGE, {})))
     if records.STRETCH in found:
         stretched = _changes_of(covered, found[records.STRETCH])
-        braked = 1.0 if brake is None else brake
-        _subtract([(bucket, multiplied(of, [reaches[m.p] for m in bucket], braked)) for bucket, of in stretched])
+        for bucket, vectors in stretched:
+            _subtract_stretches(bucket, vectors, reaches, 1.0 if brake is None else brake)
         found[records.DESCENT] = _descents(base.moments, stretched)
     records.record(covered, found, length)
 
@@ -153,6 +153,14 @@ def _subtract(changes: Changes) -> None:
         subtract_([m.p for m in bucket], vectors, rate_of(bucket[0].group))
 
 
+def _subtract_stretches(
+    bucket: Bucket, vectors: list[Tensor], reaches: Mapping[nn.Parameter, float], brake: Scalar
+) -> None:
+    """Subtracts the stretches, each times its layer's reach and the brake, from the weights."""
+    factors = [reaches[m.p] for m in bucket]
+    subtract_multiples_([m.p for m in bucket], vectors, factors, brake, rate_of(bucket[0].group))
+
+
 def _can_repeat(engine: CurvatureEngine, plan: Plan, buckets: Sequence[Bucket]) -> bool:
     """Whether this step may be changed as the last one was.
 
@@ -181,5 +189,5 @@ def _repeat_change(plan: Plan, buckets: Sequence[Bucket], reaches: Mapping[nn.Pa
         if turned := records.having(bucket, records.CHANGE):
             subtract_([m.p for m in turned], records.entries(turned, records.CHANGE), lr)
         if plan.stretches and (stretched := records.having(bucket, records.STRETCH)):
-            factors = [reaches[m.p] * plan.last_brake for m in stretched]
-            subtract_multiples_([m.p for m in stretched], records.entries(stretched, records.STRETCH), factors, lr)
+            vectors = records.entries(stretched, records.STRETCH)
+            _subtract_stretches(stretched, vectors, reaches, plan.last_brake)

@@ -23,13 +23,16 @@ def subtract_(params: list[Tensor], changes: list[Tensor], lr: Scalar) -> None:
         torch._foreach_sub_(params, changes, alpha=lr)
 
 
-def subtract_multiples_(params: list[Tensor], vectors: list[Tensor], factors: list[float], lr: Scalar) -> None:
-    """As :func:`subtract_`, with a factor for each vector; on the CPU without a copy of each."""
-    if isinstance(lr, Tensor) or is_sharded(params[0]) or is_asynchronous(params[0].device):
-        subtract_(params, multiplied(vectors, factors, 1.0), lr)
+def subtract_multiples_(
+    params: list[Tensor], vectors: list[Tensor], factors: list[float], shared: Scalar, lr: Scalar
+) -> None:
+    """As :func:`subtract_`, each vector times its factor and the ``shared`` one; on the CPU without a copy of each."""
+    together = is_sharded(params[0]) or is_asynchronous(params[0].device)
+    if together or isinstance(lr, Tensor) or isinstance(shared, Tensor):
+        subtract_(params, multiplied(vectors, factors, shared), lr)
     else:
         for p, vector, factor in zip(params, vectors, factors, strict=True):
-            p.sub_(vector, alpha=lr * factor)
+            p.sub_(vector, alpha=factor * shared * lr)
 
 
 def multiplied(vectors: list[Tensor], factors: list[float], shared: Scalar) -> list[Tensor]:

@@ -22,6 +22,8 @@ __all__ = ["GRAM_DIM", "gram", "multiplicand", "product", "second_moment", "spre
 # more than its launch costs, so that there are fewer, and the whole product must take at least so many operations.
 GRAM_DIM = 280
 _STRIPS = {"cpu": (8, 0.0), "accelerator": (4, 3e10), "meta": (8, 0.0)}  # how many, from how many operations on
+# How many squares are computed before they are added up: on a CPU they should stay in the cache.
+_SQUARES = {"cpu": 2**18, "accelerator": 2**28, "meta": 2**28}
 _HALF = (torch.bfloat16, torch.float16)
 _SUMS_IN_FLOAT32 = "dtype" in torch.ops.aten.bmm.overloads() and torch.version.hip is None  # torch 2.8 and later
 
@@ -70,7 +72,10 @@ def second_moment(rows: Tensor, *, diagonal: bool, blocks: int = 1) -> Tensor:
     If b = ``blocks`` > 1, only blocks of m rows along its diagonal, ``[p b, m, m]``; zeros may fill up the last one.
     """
     if diagonal:
-        return rows.flatten(0, 1).to(torch.promote_types(rows.dtype, torch.float32)).square().sum(0)
+        dtype, most = torch.promote_types(rows.dtype, torch.float32), _SQUARES[machine_of(rows.device)]
+        parts = rows.flatten(0, 1).split(max(1, most // rows.shape[-2:].numel()))
+        first, *others = (part.to(dtype).square().sum(0) for part in parts)
+        return sum(others, start=first)
     if blocks > 1:
         rows = F.pad(rows, (0, -rows.shape[-1] % blocks)).unflatten(-1, (blocks, -1)).flatten(2, 3)
     if rows.stride(-1) > 1 and rows.shape[-1] <= min(rows.shape[1], GRAM_DIM):

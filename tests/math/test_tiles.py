@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kfac_optim import KFACSGD, CurvatureEngine, LayerOptions, OfLargest, OfMean
 from kfac_optim.factors import FactorSpec
-from kfac_optim.layers import find_layers
+from kfac_optim.layers import find_layers, moments
 from kfac_optim.layers.moments import second_moment
 from kfac_optim.solvers import Decomposition, EigenSolver, InverseSolver, Solver, damps_factors
 from kfac_optim.stacks.tiles import precondition, tiles_of
@@ -47,6 +47,14 @@ def some_moment(spec: FactorSpec, rows: int) -> Tensor:
     """The second moment of random rows of different sizes; of few rows it is singular."""
     x = torch.randn(rows, 1, spec.pairs, spec.dim) * torch.logspace(0, -2, spec.dim)
     return second_moment(x, diagonal=spec.diagonal, blocks=spec.blocks)
+
+
+def test_squares_are_added_up_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of many rows on a CPU; the last part has fewer."""
+    rows = torch.randn(7, 3, 2, 5)
+    whole = second_moment(rows, diagonal=True)
+    monkeypatch.setitem(moments._SQUARES, "cpu", 40)  # four of 21 rows
+    assert_near(second_moment(rows, diagonal=True), whole)
 
 
 @given(pairs=st.integers(1, 3), data=st.data(), seed=st.integers(0, 99))
