@@ -97,7 +97,7 @@ class Matrices:
         for matrix, vector in zip(self.parts, vectors.parts, strict=True):
             if is_asynchronous(matrix.device):
                 matrix.masked_fill_(vector == 0, 0.0)
-            elif int(vector.count_nonzero()) < vector.numel():  # most vectors have no zeros
+            elif float(vector.abs().amin()) == 0:  # most vectors have no zeros
                 # ``ne`` writes numbers, not bools, because torch's loops over bools take several times as long.
                 matrix.mul_(torch.ne(vector, 0, out=torch.empty_like(vector)))
 
