@@ -263,6 +263,11 @@ class Config:
         return math.inf
 
     @property
+    def turns(self) -> bool:
+        """Whether the steps of an optimizer are turned; else, as where there is none, gradients are preconditioned."""
+        return False
+
+    @property
     def may_spread(self) -> bool:
         """Whether refreshes may be spread over steps, under the present schedules."""
         interval = self.inv_update_steps

@@ -83,6 +83,10 @@ class CurvatureEngine(Config):
         """The optimizer of this package that calls the engine; None for an engine used by itself."""
         return None if self._owner is None else self._owner()
 
+    @property
+    def turns(self) -> bool:
+        return bool(getattr(self.owner, "precondition", "gradient") == "momentum")
+
     def belong_to(self, optimizer: Any) -> None:
         """Makes an optimizer the owner of the engine, which refers to it weakly.
 

@@ -203,15 +203,12 @@ class Stages:
 
     def plan(self) -> Plan:
         """How the base optimizer's step is changed: the step in progress or, between steps, the coming one."""
-        config = self.config
-        return self.steering.plan(
-            self.blocks, self.progress.step, config.scaling, config.damping_rule, turns=_turns(config)
-        )
+        return self.steering.plan(self.blocks, self.progress.step, self.config)
 
     @property
     def is_opposed(self) -> bool:
         """Whether :meth:`plan` leaves steps to the base optimizer because networks seem to train against each other."""
-        return self.steering.is_opposed(self.config.scaling, turns=_turns(self.config))
+        return self.steering.is_opposed(self.config)
 
     def prepare_statistics(self, *, collects: bool = True) -> None:
         """Decides, before the forward pass of the coming step, whether it collects statistics, if ``collects``."""
@@ -376,12 +373,6 @@ class Staged(Protocol):
     @property
     def stages(self) -> Stages:
         """Its stages."""
-
-
-def _turns(config: Config) -> bool:
-    """Whether the steps of an optimizer are turned; else gradients are preconditioned."""
-    owner = getattr(config, "owner", None)  # options without an engine have none
-    return bool(getattr(owner, "precondition", "gradient") == "momentum")
 
 
 def _first_weights(layers: Iterable[KroneckerLayer]) -> list[float]:

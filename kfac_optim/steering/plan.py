@@ -15,9 +15,10 @@ from torch import nn
 from ..blocks import Block
 from ..capture import GameSigns
 from ..common.counters import Counted, Counter
-from ..damping import Damping, OfLargest
+from ..config import Config
+from ..damping import OfLargest
 from ..placement import Ranks
-from ..scaling import Scaling, traits_of
+from ..scaling import traits_of
 from .brake import Brake
 from .constraints import WeightWatch
 from .graft import GraftShare
@@ -101,31 +102,25 @@ class Steering:
             self._too_long = learn_reaches(blocks, slopes, undone, warms_up=warms_up) | undone
         lower_reaches(blocks, self.rate_history.rise(read.rate))
 
-    def is_opposed(self, scaling: Scaling | None, *, turns: bool) -> bool:
-        """The coming plan's :attr:`Plan.opposed`; for the arguments see :meth:`plan`."""
-        if not (turns and self.opposition.in_game):
+    def is_opposed(self, config: Config) -> bool:
+        """The coming plan's :attr:`Plan.opposed`."""
+        if not (config.turns and self.opposition.in_game):
             return False
-        traits = traits_of(scaling)
+        traits = traits_of(config.scaling)
         return traits.trust is None and traits.stretch is not True
 
-    def plan(
-        self, blocks: Iterable[Block], step: int, scaling: Scaling | None, damping: Damping, *, turns: bool
-    ) -> Plan:
-        """The plan of a step.
+    def plan(self, blocks: Iterable[Block], step: int, config: Config) -> Plan:
+        """The plan of a step that comes after ``step`` others.
 
-        Args:
-            blocks: The blocks.
-            step: The number of earlier steps.
-            scaling: Determines the length of directions, whether trust is learned, and whether steps are stretched.
-            damping: The damping; steps are stretched only if it is relative to the largest eigenvalue.
-            turns: Whether the steps of a base optimizer are turned; else gradients are preconditioned, at a trust of 1.
+        Gradients that are preconditioned, in place of turning steps, count as a trust of 1. Steps are stretched only if
+        the damping is relative to the largest eigenvalue.
         """
-        traits = traits_of(scaling)
-        given = traits.trust if turns else 1.0
+        traits = traits_of(config.scaling)
+        given = traits.trust if config.turns else 1.0
         learns, fixed = given is None, 0.0 if given is None else float(given)
-        wanted = learns and traits.stretch is not False and isinstance(damping, OfLargest)
+        wanted = learns and traits.stretch is not False and isinstance(config.damping, OfLargest)
         stretches = wanted and (traits.stretch is True or self.opposition.in_game is False)
-        opposed = self.is_opposed(scaling, turns=turns)
+        opposed = self.is_opposed(config)
         steers = learns and not opposed
         changed = stretches and any(block.has_direction and block.reach > LEAST for block in blocks)
         return Plan(
