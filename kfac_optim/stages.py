@@ -207,7 +207,7 @@ class Stages:
 
     @property
     def is_opposed(self) -> bool:
-        """Whether :meth:`plan` leaves steps to the base optimizer because networks seem to train against each other."""
+        """Whether steps are left to the base optimizer because networks seem to train against each other."""
         return self.steering.is_opposed(self.config)
 
     def prepare_statistics(self, *, collects: bool = True) -> None:

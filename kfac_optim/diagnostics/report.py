@@ -185,7 +185,7 @@ def overview(engine: Staged) -> str:
         title += f", trust {plan.trust:.1f}" if plan.learns else ""
         if plan.stretches:
             title += f", reach up to {largest:.2g}" if largest > LEAST else ", not stretched"
-    if plan.opposed:
+    if stages.is_opposed:
         title += ", steps left to the base optimizer: two networks seem to train against each other"
     remarks = []
     if not stages.ranks.alone:

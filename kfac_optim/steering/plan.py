@@ -40,8 +40,6 @@ class Plan:
         computes: Whether K-FAC's directions are computed, unless the step repeats the last change.
         repeats: Whether the step may be changed as the last one was.
         stretches: Whether the step is also stretched along flat directions (:mod:`~.reach`).
-        opposed: Whether networks seem to train against each other (:mod:`~.opponents`) where trust is learned. The
-            step is then the base optimizer's own, and trust does not move.
         too_long: The parameters of layers whose last stretch was too long or undone. No other step may repeat it.
         moment_decay: The decay, in [0, 0.9], of the averaged gradients that give the direction where the base optimizer
             keeps no first moment.
@@ -56,7 +54,6 @@ class Plan:
     computes: bool
     repeats: bool
     stretches: bool
-    opposed: bool
     too_long: Collection[nn.Parameter] = field(repr=False)
     moment_decay: float
     usual_length: float
@@ -103,7 +100,10 @@ class Steering:
         lower_reaches(blocks, self.rate_history.rise(read.rate))
 
     def is_opposed(self, config: Config) -> bool:
-        """The coming plan's :attr:`Plan.opposed`."""
+        """Whether networks seem to train against each other (:mod:`~.opponents`) where trust is learned.
+
+        The step is then the base optimizer's own, and trust does not move.
+        """
         if not (config.turns and self.opposition.in_game):
             return False
         traits = traits_of(config.scaling)
@@ -120,8 +120,7 @@ class Steering:
         learns, fixed = given is None, 0.0 if given is None else float(given)
         wanted = learns and traits.stretch is not False and isinstance(config.damping, OfLargest)
         stretches = wanted and (traits.stretch is True or self.opposition.in_game is False)
-        opposed = self.is_opposed(config)
-        steers = learns and not opposed
+        steers = learns and not self.is_opposed(config)
         changed = stretches and any(block.has_direction and block.reach > LEAST for block in blocks)
         return Plan(
             trust=self.trust.value if steers else fixed,
@@ -129,7 +128,6 @@ class Steering:
             computes=self.trust.computes(step, stretches=changed) if steers else fixed > 0,
             repeats=steers and self.trust.repeats(step, stretches=changed),
             stretches=stretches,
-            opposed=opposed,
             too_long=self._too_long,
             moment_decay=self.trust.decay,
             usual_length=self.brake.usual,

@@ -102,7 +102,7 @@ class Game:
 def test_players_neither_refresh_nor_learn(kfac: Any, how: dict[str, Any]) -> None:
     game = Game(kfac, how)
     game.play(KNOWN)
-    assert game.done == [(1, 3)] * 2 and all(engine.stages.plan().opposed for engine in game.engines)
+    assert game.done == [(1, 3)] * 2 and all(engine.stages.is_opposed for engine in game.engines)
     for engine in game.engines:
         engine.stages.steering.graft.hundredths, engine.stages.steering.trust.memory = 50, 5
     game.play(20)

@@ -614,7 +614,7 @@ def test_players_take_the_steps_of_the_base_class(
 
     for _ in range(4):
         step(plays=True)
-    assert optimizer.curvature.stages.plan().opposed
+    assert optimizer.curvature.stages.is_opposed
     steering = optimizer.curvature.stages.steering
     steering.trust.notches = 5
     twin = copy.deepcopy(player)
@@ -630,10 +630,7 @@ def test_players_take_the_steps_of_the_base_class(
         assert steering.trust.notches == 5 and optimizer.curvature.report()["trust"] == 0
     for _ in range(opponents._LATELY + 2):
         step(plays=False)
-    assert (
-        not optimizer.curvature.stages.plan().opposed
-        and optimizer.curvature.stages.plan().trust == steering.trust.value
-    )
+    assert not optimizer.curvature.stages.is_opposed and optimizer.curvature.stages.plan().trust == steering.trust.value
 
 
 class Chain(nn.Module):
