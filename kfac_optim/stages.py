@@ -294,9 +294,9 @@ class Stages:
             self._join(late_communicator)
         if self.trained.parameters:  # the model may have moved since it was built
             self.comm.use_device(next(iter(self.trained.parameters)).device)
-        self.ranks.prepare(
-            self.blocks, self.config.factor_dtype, lambda: self.compare(weights=_first_weights(self.layers))
-        )
+        if not self.ranks.are_prepared:
+            self.compare(weights=_first_weights(self.layers))
+            self.ranks.prepare(self.blocks, self.config.factor_dtype)
 
     def compare_if_due(self, *, finite: bool) -> None:
         """Compares the ranks if they exchange something in this step (then a collective).

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -98,16 +98,16 @@ class Ranks:
         comm = default_communicator() if self.alone and not self._given else self.comm
         return None if comm.world_size == self.comm.world_size else comm
 
-    def prepare(self, blocks: Sequence[Block], factor_dtype: torch.dtype, compare: Callable[[], None]) -> None:
-        """Compares the ranks, makes the groups of :attr:`assignment` and moves factors, unless that is done.
+    @property
+    def are_prepared(self) -> bool:
+        """Whether :meth:`prepare` has prepared the ranks for :attr:`assignment`; a single one needs nothing."""
+        return self.alone or self._prepared_for is self.assignment
 
-        A collective.
-        """
-        if not self.alone and self._prepared_for is not self.assignment:
-            compare()
-            self.comm.prepare(self.assignment.groups(self.comm.world_size))
-            move_factors(blocks, factor_dtype, self.comm)
-            self._prepared_for = self.assignment
+    def prepare(self, blocks: Sequence[Block], factor_dtype: torch.dtype) -> None:
+        """Makes the groups of :attr:`assignment`, and moves factors to where it wants them (a collective)."""
+        self.comm.prepare(self.assignment.groups(self.comm.world_size))
+        move_factors(blocks, factor_dtype, self.comm)
+        self._prepared_for = self.assignment
 
     def check(self, built: Mapping[str, object], learned: Collection[str]) -> dict[str, Any]:
         """Raises RuntimeError, on all ranks, unless they have the same engine; see ``agreement`` (a collective)."""
