@@ -84,8 +84,6 @@ class KFACMixin(_Optimizer):
     """
 
     curvature: CurvatureEngine
-    # The gradient scaler unscales gradients and skips overflowed steps itself, even where a fused base class could.
-    _step_supports_amp_scaling = False
     _private: frozenset[str] = frozenset()  # names of attributes that hold options of the base class; not its hooks
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -116,6 +114,7 @@ class KFACMixin(_Optimizer):
         derived_from, of_subclass = derived_from_by_horovod(type(self), params), set(vars(self))
         super().__init__(params, *args, **options)
         refuse_in_groups(self.param_groups, {*self.defaults, *curvature})
+        # The gradient scaler unscales gradients and skips overflowed steps itself, even where a fused base class could.
         self._step_supports_amp_scaling = False
         added = (name for name in vars(self) if name not in of_subclass)
         private = (name for name in added if name.startswith("_") and not name.startswith("_optimizer_"))
