@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from .bases import Bucket, MultiTensorLamb, buckets_of, gradients_of, records, refuse_base, refuse_order
-from .bases.state_keys import AVERAGES, PREFIX, set_aside, take_out, without_counters
+from .bases.state_keys import LAYER_STATE, PREFIX, set_aside, take_out, without_counters
 from .common.rates import Scalar, common_rate, rate_of
 from .config import options as engine_options
 from .config import refuse_in_groups, refuse_unknown, signature
@@ -129,7 +129,7 @@ class KFACMixin(_Optimizer):
         self.curvature = engine
         if self.state:  # filled by Adagrad; torch.distributed.checkpoint then takes it to be complete
             engine.stages.make_room(engine.stages.blocks)
-            self._show_averages()
+            self._show_layer_states()
         self._show_counters()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -163,7 +163,7 @@ class KFACMixin(_Optimizer):
         engine, stages = self.curvature, self.curvature.stages
         try:
             stages.follow(self._parameters())
-            with self._averages_handed_over():
+            with self._layer_states_handed_over():
                 buckets = buckets_of(self)
                 gradients, lrs = gradients_of(buckets), [rate_of(group) for group in self.param_groups]
                 idle, watch = stages.closed or stages.is_opposed, stages.steering.watch
@@ -258,7 +258,7 @@ class KFACMixin(_Optimizer):
             refuse_in_groups([param_group], set().union(self.defaults, *self.param_groups))
         super().add_param_group(param_group)
         if hasattr(self, "curvature"):
-            with self._averages_handed_over():
+            with self._layer_states_handed_over():
                 self.curvature.extend(self.param_groups[-1]["params"])
             self._show_counters()
 
@@ -266,22 +266,22 @@ class KFACMixin(_Optimizer):
         return "\n".join(s for s in super().__repr__().splitlines() if not s.lstrip().startswith(PREFIX))
 
     # State ----------------------------------------------------------------------------------------------------------
-    # Averages are in state[weight]["kfac"], counters in every group: both survive torch.distributed.checkpoint.
+    # A layer's is in state[weight]["kfac"], counters are in every group: both survive torch.distributed.checkpoint.
 
     @contextmanager
-    def _averages_handed_over(self) -> Iterator[None]:
-        """Hands the averages to the engine for a ``with`` block, and then shows them in the state, even on errors."""
+    def _layer_states_handed_over(self) -> Iterator[None]:
+        """Hands the layers' states to the engine for a ``with`` block, and then shows them again, even on errors."""
         try:
-            engine_state.adopt_states(self.curvature.stages, take_out(self, AVERAGES))
+            engine_state.adopt_states(self.curvature.stages, take_out(self, LAYER_STATE))
             yield
         finally:
-            self._show_averages()
+            self._show_layer_states()
 
-    def _show_averages(self) -> None:
+    def _show_layer_states(self) -> None:
         stepped = set(map(id, self._parameters()))  # a parameter's hash takes time
         for block in self.curvature.stages.blocks:
             if block.state and id(block.layer.weight) in stepped:  # torch saves the state of no other parameters
-                self.state[block.layer.weight].setdefault(AVERAGES, block.state)
+                self.state[block.layer.weight].setdefault(LAYER_STATE, block.state)
 
     def _show_counters(self) -> None:
         counters = {PREFIX + name: value for name, value in engine_state.counters_of(self.curvature.stages).items()}
@@ -291,12 +291,12 @@ class KFACMixin(_Optimizer):
             group.update(counters)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with the averages of the layers, and with counters and checksums of the averages in every group.
+        """As torch's, with the states of the layers, and with counters and the states' checksums in every group.
 
         Where the strategy shares factors out (``factors="sharded"``), it holds those of this rank alone, which is what
         ``torch.distributed.checkpoint`` needs; :meth:`full_state_dict` holds all of them.
         """
-        self._show_averages()  # a training loop may have emptied the state to start the base class anew
+        self._show_layer_states()  # a training loop may have emptied the state to start the base class anew
         self._show_counters()
         return self._in_saved_form(super().state_dict())
 
@@ -307,14 +307,14 @@ class KFACMixin(_Optimizer):
         Factors that the strategy shares out are on the CPU in it. What FSDP2 has sharded of the base class's state
         stays sharded: for FSDP2, use ``torch.distributed.checkpoint``.
         """
-        with self._averages_handed_over():
+        with self._layer_states_handed_over():
             whole = engine_state.whole_states(self.curvature)
         self._show_counters()
         state_dict: dict[str, Any] = super().state_dict()
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for parameter, i in zip(group["params"], saved["params"], strict=True):
                 if parameter in whole:
-                    state_dict["state"][i] = {**state_dict["state"][i], AVERAGES: whole[parameter]}
+                    state_dict["state"][i] = {**state_dict["state"][i], LAYER_STATE: whole[parameter]}
         return self._in_saved_form(state_dict)
 
     def _in_saved_form(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -359,11 +359,11 @@ class KFACMixin(_Optimizer):
             ) from error
         finally:
             last_hook.remove()
-        take_out(self, AVERAGES)  # torch has cast these to the type of the weights; the engine loads the saved ones
+        take_out(self, LAYER_STATE)  # torch has cast these to the type of the weights; the engine loads the saved ones
         norms = records.take_saved_form(self)
         engine_state.load_checked(stages, *checked[0])
         stages.steering.watch.restore(norms)
-        self._show_averages()
+        self._show_layer_states()
         self._show_counters()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ that a step records for the next ones are in :mod:`.records`.
 
 Base classes expect their own entries in every state that is not empty. But they have none for an unused layer, nor for
 any layer if all steps so far were skipped. So while a base class works, no state may have only entries of ours:
-averages are taken out for a step (:func:`take_out`), all entries for loading and unpickling (:func:`set_aside`).
+those of layers are taken out for a step (:func:`take_out`), all entries for loading and unpickling (:func:`set_aside`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 __all__ = [
-    "AVERAGES",
+    "LAYER_STATE",
     "GRADIENT_WEIGHT",
     "LAST_UPDATE",
     "MOMENT",
@@ -29,11 +29,11 @@ __all__ = [
     "without_counters",
 ]
 
-PREFIX = "kfac_"  # of the keys of all entries but AVERAGES, and of the engine's numbers in every parameter group
+PREFIX = "kfac_"  # of the keys of all entries but LAYER_STATE, and of the engine's numbers in every parameter group
 
 # An entry of a layer, in the state of its weight. ``optimizers`` shows it there between steps, and hands it to the
 # engine during steps. Saved, with checksums.
-AVERAGES = "kfac"  # the layer's factors and learned numbers: the block's own dict
+LAYER_STATE = "kfac"  # the layer's factors and learned numbers: the block's own dict
 
 # ``first_moments`` writes it, ``Rule`` reads it; outside this package it is one of the entries of ``records``.
 MOMENT = "kfac_moment"  # the average of the gradients
@@ -45,7 +45,7 @@ LAST_UPDATE = "kfac_last_update"  # ``selftuning``: the last update, along which
 
 def is_of_base(key: Any) -> bool:
     """Whether an entry of a parameter's state belongs to the base class, or to a wrapper, which may have other keys."""
-    return not (isinstance(key, str) and (key == AVERAGES or key.startswith(PREFIX)))
+    return not (isinstance(key, str) and (key == LAYER_STATE or key.startswith(PREFIX)))
 
 
 def kept_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, dict[str, Any]]]:

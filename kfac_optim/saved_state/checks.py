@@ -105,7 +105,7 @@ def checksums(states: Iterable[object]) -> dict[str, int | None]:
     because some tools turn saved numbers into floats.
 
     Args:
-        states: The averages in the optimizer's state, by layer.
+        states: The states of the layers.
 
     Returns:
         The checksums, and how many layers they cover. A checksum is 0 for no averages, None if other ranks keep some.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..bases.state_keys import AVERAGES, PREFIX, is_of_base
+from ..bases.state_keys import LAYER_STATE, PREFIX, is_of_base
 from .checks import checksums
 
 __all__ = ["saved_parts", "with_checksums"]
@@ -22,10 +22,10 @@ _SMALL = (131, 137, 3, 5, 7, 11)
 
 
 def with_checksums(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Returns an optimizer's state with the checksums of its averages added to every group."""
+    """Returns an optimizer's state with the checksums of its layers' states added to every group."""
     states, groups = state_dict["state"], state_dict["param_groups"]
-    averages = [states[i][AVERAGES] for group in groups for i in group["params"] if AVERAGES in states.get(i, ())]
-    sums = {PREFIX + name: value for name, value in checksums(averages).items()}
+    layers = [states[i][LAYER_STATE] for group in groups for i in group["params"] if LAYER_STATE in states.get(i, ())]
+    sums = {PREFIX + name: value for name, value in checksums(layers).items()}
     return {**state_dict, "param_groups": [{**group, **sums} for group in groups]}
 
 
@@ -40,7 +40,7 @@ def saved_parts(
         base_step: The base class's ``step``.
 
     Returns:
-        The averages by weight; the engine's numbers; and the parameters for which nothing was saved.
+        The layers' states by weight; the engine's numbers; and the parameters for which nothing was saved.
 
     Raises:
         ValueError: If the state is not an optimizer's, is damaged, or is of another model or kind of weight decay.
@@ -52,7 +52,7 @@ def saved_parts(
     sizes, saved_sizes = ([len(group["params"]) for group in gs] for gs in (groups, saved_groups))
     if sizes != saved_sizes:
         raise ValueError(f"the state has groups of {saved_sizes} parameters, the optimizer of {sizes}: another model?")
-    averages, without = {}, set()
+    layers, without = {}, set()
     for group, saved in zip(groups, saved_groups, strict=True):
         decoupled, own = saved.get(_DECOUPLED), group.get(_DECOUPLED)
         if saved.get("weight_decay") and None not in (decoupled, own) and decoupled != own:
@@ -67,15 +67,15 @@ def saved_parts(
                 raise ValueError(f"the state is damaged: that of parameter {i} is {state!r}")
             if not state:
                 without.add(parameter)
-            if AVERAGES in state:
-                averages[parameter] = state[AVERAGES]
-            base = {key: value for key, value in state.items() if key != AVERAGES}
+            if LAYER_STATE in state:
+                layers[parameter] = state[LAYER_STATE]
+            base = {key: value for key, value in state.items() if key != LAYER_STATE}
             problem = _base_problem(parameter, base, optimizer.state.get(parameter, {}), kinds)
             if problem:
                 raise ValueError(f"the state of parameter {i} {problem}")
     first: Mapping[str, Any] = saved_groups[0] if saved_groups else {}
     numbers = {name.removeprefix(PREFIX): value for name, value in first.items() if name.startswith(PREFIX)}
-    return averages, numbers, without
+    return layers, numbers, without
 
 
 @torch.no_grad()
