@@ -177,8 +177,8 @@ class CurvatureEngine(Config):
         resolved = statistics.resolve(flags)
         unseen = sightings.count_step(statistics, resolved, trains=trains)
         with stages.stopwatch.stage("factor update"):
-            decay, reports = self.at("factor_decay", progress.step), [unseen, *opposition.report()]
-            anything, (blind, *reported) = averaging.fold(blocks, resolved, decay, self.slack, comm, reports)
+            decay, told = self.at("factor_decay", progress.step), [unseen, *opposition.report()]
+            anything, (blind, *reported) = averaging.fold(blocks, resolved, decay, self.slack, comm, told)
             opposition.hear(reported)
             sightings.note(blocks, resolved, blind=blind > 0 and not anything, alone=alone)
             if alone or stages.ranks.assignment.shares_factors:

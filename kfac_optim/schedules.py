@@ -2,6 +2,7 @@
 
 A schedule is a plain number or any ``callable(step) -> number``, where ``step`` counts optimizer steps from 0. The
 classes below make the schedules of the papers; they can be pickled, and so can an optimizer that uses them.
+:class:`Progress` has the step.
 
 All intervals follow one rule: work is due at step ``t`` if ``t - last >= interval(t)``, where ``last`` is the step at
 which it was last done. Work that was never done is due at once.
