@@ -194,10 +194,9 @@ class CurvatureEngine(Config):
         ready, step, pace = [block for block in blocks if block.has_data()], progress.step, refresher.pace
         if ready:
             pace.measure(ready, self.at("factor_batch_fraction", step), comm.world_size)
-            if not refresher.is_due(self, step):
-                return
-            stages.sightings.warn(blocks)
-            refresher.start(step, ready, self.damping_rule, pace.spread(self, step), comm)
+            if refresher.is_due(self, step):
+                stages.sightings.warn(blocks)
+                refresher.start(step, ready, self.damping_rule, pace.spread(self, step), comm)
             return
         seen_nothing = progress.last_statistics == step and not stages.averaging.skipped_batches
         # Every step collects statistics until there are some. Several ranks do not stop because of what one has seen:
