@@ -136,7 +136,7 @@ class Stages:
             loss_terms=self.loss_terms,
             fisher=self.fisher,
             dtype=torch.promote_types(config.factor_dtype, torch.float32),
-            stage=self.stopwatch.stage,
+            stopwatch=self.stopwatch,
             signs=self.signs,
         )
         if self.closed:

@@ -22,13 +22,13 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..common.stopwatch import Stopwatch
 from ..distributed import is_sharded, own_part
 from ..layers import AttentionLayer, KroneckerLayer, LinearLayer, ProjectionCall
 from .attention import ProjectionTap, remove_taps
@@ -55,7 +55,7 @@ class Capture:
         loss_terms: Counts M.
         fisher: The distribution to sample targets from; None for the empirical Fisher.
         dtype: Precision of the moments.
-        stage: Returns, for the name of a stage, a context manager that times it.
+        stopwatch: Where the time is noted.
         signs: Is told of calls of frozen layers, and of gradients that are removed although they were captured.
     """
 
@@ -67,14 +67,14 @@ class Capture:
         loss_terms: LossTerms,
         fisher: Fisher | None,
         dtype: torch.dtype,
-        stage: Callable[[str], AbstractContextManager[None]],
+        stopwatch: Stopwatch,
         signs: GameSigns,
     ) -> None:
         self.layers = list(layers)
         self.signs, self._loss_terms = signs, loss_terms
         self._left_out: Collection[int] = ()
         self._calls, self._uses = ModelCalls(), WeightUses(self.layers)
-        self._recorder = Recorder(self.layers, dtype, stage)
+        self._recorder = Recorder(self.layers, dtype, stopwatch)
         self._passes = BackwardPasses(self._recorder, signs.note_captured_lost)
         signs.watch(self._passes)
         self._sampling = None if fisher is None else SampledBackward(fisher, self._passes, roots)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from ..common.precision import full_precision
+from ..common.stopwatch import Stopwatch
 from ..layers import AttentionInputLayer, KroneckerLayer, Observation, ProjectionCall
 from .calls import CONCURRENT, ModelCall, as_plain, in_backward, is_wrapped
 from .gradients import GradientWatch, destination
@@ -68,19 +68,14 @@ class Recorder:
     Args:
         layers: The layers.
         dtype: Precision of the moments.
-        stage: From the name of a stage to a context manager that times it.
+        stopwatch: Where the time is noted.
 
     Attributes:
         enabled: Whether the step collects statistics.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[KroneckerLayer],
-        dtype: torch.dtype,
-        stage: Callable[[str], AbstractContextManager[None]],
-    ) -> None:
-        self.layers, self.dtype, self.stage = layers, dtype, stage
+    def __init__(self, layers: Sequence[KroneckerLayer], dtype: torch.dtype, stopwatch: Stopwatch) -> None:
+        self.layers, self.dtype, self.stopwatch = layers, dtype, stopwatch
         self.enabled, self._fraction = False, 1.0
         self._grad_scaler: torch.amp.GradScaler | None = None
 
@@ -119,7 +114,7 @@ class Recorder:
         layer = self.layers[index]
         module = layer.modules[use]
         shape: Sequence[int] | None = None if output.is_nested else output.shape
-        with self.stage("factor computation"), full_precision(a.device.type):
+        with self.stopwatch.stage("factor computation"), full_precision(a.device.type):
             if projection is not None:  # the output projection is applied to a matrix
                 a = a.reshape(-1, projection.examples, a.shape[-1])
                 shape = (-1, projection.examples, output.shape[-1])
@@ -138,7 +133,7 @@ class Recorder:
         the pass ends.
         """
         layer, g = self.layers[call.index], as_plain(g)
-        with self.stage("factor computation"), full_precision(g.device.type):
+        with self.stopwatch.stage("factor computation"), full_precision(g.device.type):
             if call.shape is None:
                 g = positions_of(g)
             elif g.shape != call.shape:
@@ -169,7 +164,7 @@ class Recorder:
             together.setdefault((examples, self.layers[index].combined_with), []).append((index, examples))
         for keys in together.values():
             layers = [self.layers[index] for index, _ in keys]
-            with self.stage("factor computation"), full_precision(sums[keys[0]][-1].device.type):
+            with self.stopwatch.stage("factor computation"), full_precision(sums[keys[0]][-1].device.type):
                 a, count, g = layers[0].combine_layers(layers, [sums[key] for key in keys])
                 of_a, of_g = zip(*(layer.specs for layer in layers), strict=True)
                 packed_a, packed_g = (

@@ -88,7 +88,7 @@ class SampledBackward:
         self._seen.update(layer_call.index for layer_call, _ in awaited)
         seed = hash((fisher.seed, self._rank, self._step, self._samples)) % 2**63
         self._samples += 1
-        with self.recorder.stage("sampled backward"), torch.autocast(logits.device.type, enabled=False):
+        with self.recorder.stopwatch.stage("sampled backward"), torch.autocast(logits.device.type, enabled=False):
             target = self._sampled_gradient(logits, torch.Generator(logits.device).manual_seed(seed))
             try:
                 edges = [edge for _, edge in awaited]
