@@ -263,7 +263,7 @@ class Config:
         return math.inf
 
     @property
-    def turns(self) -> bool:
+    def turns_steps(self) -> bool:
         """Whether the steps of an optimizer are turned; else, as where there is none, gradients are preconditioned."""
         return False
 

@@ -84,7 +84,7 @@ class CurvatureEngine(Config):
         return None if self._owner is None else self._owner()
 
     @property
-    def turns(self) -> bool:
+    def turns_steps(self) -> bool:
         return bool(getattr(self.owner, "precondition", "gradient") == "momentum")
 
     def belong_to(self, optimizer: Any) -> None:

@@ -104,7 +104,7 @@ class Steering:
 
         The step is then the base optimizer's own, and trust does not move.
         """
-        if not (config.turns and self.opposition.in_game):
+        if not (config.turns_steps and self.opposition.in_game):
             return False
         traits = traits_of(config.scaling)
         return traits.trust is None and traits.stretch is not True
@@ -116,7 +116,7 @@ class Steering:
         the damping is relative to the largest eigenvalue.
         """
         traits = traits_of(config.scaling)
-        given = traits.trust if config.turns else 1.0
+        given = traits.trust if config.turns_steps else 1.0
         learns, fixed = given is None, 0.0 if given is None else float(given)
         wanted = learns and traits.stretch is not False and isinstance(config.damping, OfLargest)
         stretches = wanted and (traits.stretch is True or self.opposition.in_game is False)
