@@ -147,11 +147,7 @@ class CurvatureEngine(Config):
             self._take_up(statistics, read.flags, trains=trains)
         del statistics  # as large as the factors, so freed before a refresh needs memory
         refresher.rebuild(step, blocks, stages.comm)
-        if refresher.is_due(self, step):
-            if stages.is_opposed:  # nobody needs directions: it is put off until they do
-                refresher.refresh_next_step()
-            else:
-                self._refresh(trains)
+        self._refresh_if_due(trains=trains)
         refresher.work_off(step, stages.comm)
         stages.preconditioner.release(blocks, self.damping_rule)
         stages.restart_for_new_layers()
@@ -186,13 +182,18 @@ class CurvatureEngine(Config):
         progress.note_statistics()
         sightings.require()
 
-    def _refresh(self, trains: bool) -> None:
-        """Starts a refresh of the layers seen, if it is still due; ``trains``: whether this step changes weights."""
-        stages = self.stages
-        blocks, comm, progress, refresher = stages.blocks, stages.comm, stages.progress, stages.refresher
+    def _refresh_if_due(self, *, trains: bool) -> None:
+        """Starts a refresh of the layers seen, if it is due; ``trains``: whether this step changes weights."""
+        stages, progress, refresher = self.stages, self.stages.progress, self.stages.refresher
+        step = progress.step
+        if not refresher.is_due(self, step):
+            return
+        if stages.is_opposed:  # nobody needs directions: it is put off until they do
+            refresher.refresh_next_step()
+            return
+        blocks, comm, pace = stages.blocks, stages.comm, refresher.pace
         stages.averaging.pool(blocks, comm)
-        ready, step, pace = [block for block in blocks if block.has_data()], progress.step, refresher.pace
-        if ready:
+        if ready := [block for block in blocks if block.has_data()]:
             pace.measure(ready, self.at("factor_batch_fraction", step), comm.world_size)
             if refresher.is_due(self, step):
                 stages.sightings.warn(blocks)
