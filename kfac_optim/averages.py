@@ -167,32 +167,31 @@ class Averaging(Counted):
             summed = self._summed({block: pending[block] for block in blocks if block in pending}, comm)
             at_once = None if comm.world_size == 1 else 1  # sums over ranks are folded as they arrive
             while batch := list(islice(summed, at_once)):
-                fold_([update for update, _ in batch], [total for _, total in batch])
+                fold_(batch)
 
-    def _summed(
-        self, pending: Mapping[Block, Sequence[PendingUpdate]], comm: Communicator
-    ) -> Iterator[tuple[_Update, Tensor | None]]:
+    def _summed(self, pending: Mapping[Block, Sequence[PendingUpdate]], comm: Communicator) -> Iterator[_Fold]:
         """Sums the moments of all ranks for each update (a collective); None if another rank gets the sum."""
-        sent: list[tuple[int | None, _Update, Tensor]] = []  # each with the only rank that gets the sum, if it is one
+        # Each with the only rank that gets the sum, if it is one.
+        sent: list[tuple[int | None, Average, PendingUpdate, Tensor]] = []
         for block, updates in pending.items():
             workers = block.workers
             for i, (side, spec, update) in enumerate(zip(SIDES, block.specs, updates, strict=True)):
-                of_average = block.state["current"][side], update
+                average = block.state["current"][side]
                 if not workers.counts(i, comm.rank):
-                    yield of_average, None
+                    yield average, update, None
                     continue
                 own = update.sum
                 if own is None:  # a rank that has not used the layer adds zeros
                     own = spec.zeros(self.dtype, block.layer.weight.device)
                 if workers.factors == "local":  # nothing is sent: the owner's own part is the whole sum
-                    yield of_average, own
+                    yield average, update, own
                 else:
-                    sent.append((workers.owner(i), of_average, own))
+                    sent.append((workers.owner(i), average, update, own))
         sent.sort(key=lambda item: -1 if item[0] is None else item[0])  # neighbours of one owner share a bucket
         owners = [owner for owner, *_ in sent]
         sums = comm.sum([own for *_, own in sent], "factors", owners=owners, compressed=True)
-        for (owner, of_average, _), total in zip(sent, sums, strict=True):
-            yield of_average, total if owner in (None, comm.rank) else None
+        for (owner, average, update, _), total in zip(sent, sums, strict=True):
+            yield average, update, total if owner in (None, comm.rank) else None
 
 
 @dataclass
@@ -238,23 +237,22 @@ class PendingUpdate:
         return weight, (past * float(average["trace"]) + self.trace) / weight if weight else 0.0
 
 
-_Update = tuple[Average, PendingUpdate]
+_Fold = tuple[Average, PendingUpdate, Tensor | None]
 
 
-def fold_(updates: Sequence[_Update], moments: Sequence[Tensor | None]) -> None:
+def fold_(folds: Sequence[_Fold]) -> None:
     """Updates running averages in place (eqs. 14-15): ``S <- xi S + moments``, ``w <- xi w + count``.
 
     S / w and w are stored (:class:`~kfac_optim.factors.Average`), because S could overflow in half precision.
 
     Args:
-        updates: The running averages and their updates; an average stays as it is if the count of its update is 0.
-        moments: The packed sums of the new moments, ``[p, packed]``, which are overwritten; None if another rank keeps
-            the factor.
+        folds: Running averages, each with its update, which does nothing if its count is 0, and the packed sum of the
+            new moments, ``[p, packed]``, which is overwritten; None if another rank keeps the factor.
     """
     kept: list[tuple[Average, Tensor]] = []
     numbers: list[tuple[Average, float, float]] = []
     pasts, shares = [], []
-    for (average, update), moment in zip(updates, moments, strict=True):
+    for average, update, moment in folds:
         if not update.count:
             continue
         weight, trace = update.added_to(average)

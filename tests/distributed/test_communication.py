@@ -119,7 +119,7 @@ def test_pooling_now_and_then_is_exchanging_at_every_update(history: History) ->
                 assert len(numbers) == 1, "decays and weights are the same on all ranks"
                 parts = [one.sum for one in of_ranks if one.sum is not None]
                 if parts:
-                    fold_([(lazy[layer][side], of_ranks[0])], [torch.stack(parts).sum(0)])
+                    fold_([(lazy[layer][side], of_ranks[0], torch.stack(parts).sum(0))])
         local = [[(PendingUpdate(), PendingUpdate()) for _ in range(layers)] for _ in range(ranks)]
     for layer, side in itertools.product(range(layers), range(2)):
         assert_running_sums(lazy[layer][side], sums[layer][side], weights[layer][side])

@@ -69,8 +69,9 @@ def test_averages_are_sums_divided_by_their_counts(dtype: torch.dtype, data: st.
         counts = [data.draw(st.sampled_from([0, 1, 5])) for _ in specs]
         decays = [data.draw(st.sampled_from([0.0, 0.5, 0.95, 1.0])) for _ in specs]
         moments = [some_sum(spec, dtype, count) for spec, count in zip(specs, counts, strict=True)]
-        updates = [(average, PendingUpdate(*now)) for average, *now in zip(averages, decays, counts, strict=True)]
-        fold_(updates, [None if i == 3 else moment.clone() for i, moment in enumerate(moments)])
+        updates = map(PendingUpdate, decays, counts)
+        new = [None if i == 3 else moment.clone() for i, moment in enumerate(moments)]
+        fold_(list(zip(averages, updates, new, strict=True)))
         for i, (count, decay, moment) in enumerate(zip(counts, decays, moments, strict=True)):
             if count:
                 sums[i] = decay * sums[i] + moment
