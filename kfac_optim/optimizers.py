@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from .bases import Bucket, MultiTensorLamb, buckets_of, gradients_of, records, refuse_base, refuse_order
-from .bases.state_keys import LAYER_STATE, PREFIX, set_aside, take_out, without_counters
+from .bases.state_keys import LAYER_STATE, PREFIX, set_aside, take_out_layers, without_counters
 from .common.rates import Scalar, common_rate, rate_of
 from .config import options as engine_options
 from .config import refuse_in_groups, refuse_unknown, signature
@@ -272,7 +272,7 @@ class KFACMixin(_Optimizer):
     def _layer_states_handed_over(self) -> Iterator[None]:
         """Hands the layers' states to the engine for a ``with`` block, and then shows them again, even on errors."""
         try:
-            engine_state.adopt_states(self.curvature.stages, take_out(self, LAYER_STATE))
+            engine_state.adopt_states(self.curvature.stages, take_out_layers(self))
             yield
         finally:
             self._show_layer_states()
@@ -359,7 +359,7 @@ class KFACMixin(_Optimizer):
             ) from error
         finally:
             last_hook.remove()
-        take_out(self, LAYER_STATE)  # torch has cast these to the type of the weights; the engine loads the saved ones
+        take_out_layers(self)  # torch has cast these to the type of the weights; the engine loads the saved ones
         norms = records.take_saved_form(self)
         engine_state.load_checked(stages, *checked[0])
         stages.steering.watch.restore(norms)

@@ -5,7 +5,7 @@ that a step records for the next ones are in :mod:`.records`.
 
 Base classes expect their own entries in every state that is not empty. But they have none for an unused layer, nor for
 any layer if all steps so far were skipped. So while a base class works, no state may have only entries of ours:
-those of layers are taken out for a step (:func:`take_out`), all entries for loading and unpickling (:func:`set_aside`).
+those of layers are taken out for a step (:func:`take_out_layers`), all for loading and unpickling (:func:`set_aside`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
     "is_of_base",
     "kept_states",
     "set_aside",
-    "take_out",
+    "take_out_layers",
     "without_counters",
 ]
 
@@ -53,9 +53,9 @@ def kept_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, dict[st
     return ((p, state) for p, state in optimizer.state.items() if isinstance(state, dict))
 
 
-def take_out(optimizer: torch.optim.Optimizer, key: str) -> dict[Any, Any]:
-    """Deletes an entry from the states of all parameters, and then empty states; returns it by parameter."""
-    found = {p: state.pop(key) for p, state in kept_states(optimizer) if key in state}
+def take_out_layers(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    """Deletes the layers' entries from the states of their weights, and then empty states; returns them by weight."""
+    found = {p: state.pop(LAYER_STATE) for p, state in kept_states(optimizer) if LAYER_STATE in state}
     for p in [p for p in found if not optimizer.state[p]]:
         del optimizer.state[p]
     return found
