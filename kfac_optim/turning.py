@@ -1,14 +1,14 @@
 """A step of the base optimizer, turned towards K-FAC's directions as far as trust allows (``precondition="momentum"``).
 
 The base class takes its own step on the raw gradients. The weights of layers are then changed by the difference between
-the turned update and the base class's own (:mod:`~kfac_optim.bases.base_step`, :mod:`~.trust`). :class:`Kind` says how
-that difference is found, :mod:`~kfac_optim.bases.records` what the step records for the next one.
+the turned update and the base class's own (:mod:`~kfac_optim.bases.base_step`, :mod:`~.trust`). A step *computes* that
+difference, *repeats* the last one, or is *plain*: the base class's own. :mod:`~kfac_optim.bases.records` says what each
+of them records for the next step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum, auto
 from itertools import chain, groupby
 from operator import itemgetter
 
@@ -23,18 +23,10 @@ from .engine import CurvatureEngine
 from .stacks import Directions, Maker
 from .steering import Compared, Plan, alignments, brake_of, changes_at, compares_weights, grafted, stretches, turns
 
-__all__ = ["Kind", "take_turned_step"]
+__all__ = ["take_turned_step"]
 
 # For each bucket: its members, and the vector to subtract from each of them, per unit of the learning rate.
 Changes = list[tuple[Bucket, list[Tensor]]]
-
-
-class Kind(Enum):
-    """How a step changes the base class's own."""
-
-    COMPUTES = auto()  # towards directions that are computed for this step
-    REPEATS = auto()  # as the last step did
-    PLAIN = auto()  # not at all
 
 
 def take_turned_step(
@@ -57,28 +49,26 @@ def take_turned_step(
     covered = [some for bucket in buckets if (some := [m for m in bucket if m.p in reaches])]
     plan = engine.stages.plan()
     records.forget(optimizer, (records.STRETCH, records.DESCENT), of=plan.too_long)
-    if plan.repeats and _can_repeat(engine, plan, covered):
-        kind = Kind.REPEATS
-    else:
-        kind = Kind.COMPUTES if plan.computes else Kind.PLAIN
-    before = [bucket[0].rule.weights_before(bucket) for bucket in covered] if kind is Kind.COMPUTES else []
+    repeats = plan.repeats and _can_repeat(engine, plan, covered)
+    computes = plan.computes and not repeats
+    before = [bucket[0].rule.weights_before(bucket) for bucket in covered] if computes else []
     with gradient_weight_tracked(covered):
         take_base_step()
-    if plan.learns or kind is Kind.COMPUTES:
+    if plan.learns or computes:
         for m in chain.from_iterable(covered):
             m.take_state()
         keep_averages(covered, plan.moment_decay if plan.learns else None)
     else:
         records.forget(optimizer, (MOMENT,))
     # This step has learned from what the last one recorded; it may still repeat it.
-    records.forget(optimizer, (records.LENGTH,) if kind is Kind.REPEATS else records.OF_STEP)
-    if kind is Kind.COMPUTES:
+    records.forget(optimizer, (records.LENGTH,) if repeats else records.OF_STEP)
+    if computes:
         base = take_apart(covered, before)
         del before
         directions = engine.directions(base.moments, lr, base.other_updates, keeps_zeros=plan.learns)
         _turn_and_stretch(plan, covered, base, directions, reaches)
     else:
-        if kind is Kind.REPEATS:
+        if repeats:
             _repeat_change(plan, covered, reaches)
         engine.skip_directions()
     is_watched = compares_weights(engine.step_count + 1)

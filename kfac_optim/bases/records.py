@@ -1,8 +1,8 @@
 """What a step records for the next ones, in the optimizer's state of each parameter; it is only used through here.
 
-What the three kinds of steps (:class:`~kfac_optim.turning.Kind`) do with the entries::
+What a step (:mod:`~kfac_optim.turning`) does with the entries if it computes or repeats a change, or is plain::
 
-                                                             COMPUTES   REPEATS   PLAIN
+                                                             computes   repeats   plain
     TURN      K-FAC's direction minus the base's update      writes     keeps     deletes
     CHANGE    what was subtracted besides that update        writes     uses      deletes
     STRETCH   the stretch at reach 1                         writes     uses      deletes
