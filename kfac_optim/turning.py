@@ -47,8 +47,8 @@ def take_turned_step(
     """
     reaches = engine.stages.trained.reaches()  # by parameter, of all layers
     covered = [some for bucket in buckets if (some := [m for m in bucket if m.p in reaches])]
-    plan = engine.stages.plan()
-    records.forget(optimizer, (records.STRETCH, records.DESCENT), of=plan.too_long)
+    plan, steering = engine.stages.plan(), engine.stages.steering
+    records.forget(optimizer, (records.STRETCH, records.DESCENT), of=steering.too_long)
     repeats = plan.repeats and _can_repeat(engine, plan, covered)
     computes = plan.computes and not repeats
     before = [bucket[0].rule.weights_before(bucket) for bucket in covered] if computes else []
@@ -73,7 +73,7 @@ def take_turned_step(
         engine.skip_directions()
     is_watched = compares_weights(engine.step_count + 1)
     watched = (m.p for bucket in covered if is_watched for m in records.having(bucket, records.STRETCH))
-    engine.stages.steering.watch.note(watched)
+    steering.watch.note(watched)
 
 
 def _turn_and_stretch(

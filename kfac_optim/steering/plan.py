@@ -6,8 +6,8 @@ Everything learned for these decisions is kept here, except each layer's reach, 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import nn
@@ -40,7 +40,6 @@ class Plan:
         computes: Whether K-FAC's directions are computed, unless the step repeats the last change.
         repeats: Whether the step may be changed as the last one was.
         stretches: Whether the step is also stretched along flat directions (:mod:`~.reach`).
-        too_long: The parameters of layers whose last stretch was too long or undone. No other step may repeat it.
         moment_decay: The decay, in [0, 0.9], of the averaged gradients that give the direction where the base optimizer
             keeps no first moment.
         usual_length: The usual length of the base optimizer's update; much longer ones are braked
@@ -54,7 +53,6 @@ class Plan:
     computes: bool
     repeats: bool
     stretches: bool
-    too_long: Collection[nn.Parameter] = field(repr=False)
     moment_decay: float
     usual_length: float
     graft: float
@@ -71,6 +69,7 @@ class Steering:
         rate_history: How the learning rate has changed; reaches are tied to it.
         opposition: Whether the network trains against another one; then its steps are the base optimizer's own.
         watch: Finds weights that were changed since the last step; nothing is learned from their stretches.
+        too_long: The parameters of layers whose last stretch was too long or undone. No other step may repeat it.
     """
 
     COUNTERS: ClassVar[Mapping[str, Counter]] = {
@@ -82,7 +81,7 @@ class Steering:
     def __init__(self, ranks: Ranks, signs: GameSigns) -> None:
         self.trust, self.graft, self.brake = Trust(), GraftShare(), Brake()
         self.rate_history, self.opposition, self.watch = RateHistory(), Opposition(ranks, signs), WeightWatch()
-        self._too_long: set[nn.Parameter] = set()
+        self.too_long: set[nn.Parameter] = set()
 
     def learn(self, blocks: Sequence[Block], read: Readings) -> None:
         """Learns from what the gradients of a step say about the last step; also moves the reaches of the blocks."""
@@ -96,7 +95,7 @@ class Steering:
             along = sum(after for p, (after, _) in slopes.items() if p not in undone)
             self.graft.learn(along if has_momentum else None)
             warms_up = self.rate_history.rises_to(read.rate)
-            self._too_long = learn_reaches(blocks, slopes, undone, warms_up=warms_up) | undone
+            self.too_long = learn_reaches(blocks, slopes, undone, warms_up=warms_up) | undone
         lower_reaches(blocks, self.rate_history.rise(read.rate))
 
     def is_opposed(self, config: Config) -> bool:
@@ -128,7 +127,6 @@ class Steering:
             computes=self.trust.computes(step, stretches=changed) if steers else fixed > 0,
             repeats=steers and self.trust.repeats(step, stretches=changed),
             stretches=stretches,
-            too_long=self._too_long,
             moment_decay=self.trust.decay,
             usual_length=self.brake.usual,
             graft=self.graft.value if wanted else 1.0,
