@@ -116,9 +116,8 @@ class KFACMixin(_Optimizer):
         refuse_in_groups(self.param_groups, {*self.defaults, *curvature})
         # The gradient scaler unscales gradients and skips overflowed steps itself, even where a fused base class could.
         self._step_supports_amp_scaling = False
-        added = (name for name in vars(self) if name not in of_subclass)
-        private = (name for name in added if name.startswith("_") and not name.startswith("_optimizer_"))
-        self._private = frozenset({*private, "_private"})
+        added = {*vars(self), "_private"} - of_subclass
+        self._private = frozenset(n for n in added if n.startswith("_") and not n.startswith("_optimizer_"))
         if isinstance(derived_from, KFACMixin):
             self.__dict__.update(derived_from._settings())
             engine = derived_from.curvature
