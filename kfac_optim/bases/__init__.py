@@ -15,22 +15,19 @@ Where to look::
 from .base_step import BaseStep, refuse_base, refuse_order, take_apart, update_length
 from .first_moments import gradient_weight_tracked, keep_averages
 from .lamb import MultiTensorLamb
-from .parameters import Bucket, Member, Rule, gradients_of
-from .rules import buckets_of, rule_of
+from .parameters import Bucket, gradients_of
+from .rules import buckets_of
 
 __all__ = [
     "BaseStep",
     "Bucket",
-    "Member",
     "MultiTensorLamb",
-    "Rule",
     "buckets_of",
     "gradient_weight_tracked",
     "gradients_of",
     "keep_averages",
     "refuse_base",
     "refuse_order",
-    "rule_of",
     "take_apart",
     "update_length",
 ]

@@ -21,7 +21,7 @@ Where to look::
 """
 
 from .brake import brake_of
-from .constraints import WeightWatch, compares_weights
+from .constraints import compares_weights
 from .graft import grafted
 from .inner_products import Compared, alignments
 from .lessons import Lessons, Readings, lessons_of
@@ -36,7 +36,6 @@ __all__ = [
     "Plan",
     "Readings",
     "Steering",
-    "WeightWatch",
     "alignments",
     "brake_of",
     "changes_at",

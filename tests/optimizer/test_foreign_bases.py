@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KFACMixin
-from kfac_optim.bases import Member, buckets_of, keep_averages, rule_of, take_apart
+from kfac_optim.bases import buckets_of, keep_averages, take_apart
+from kfac_optim.bases.parameters import Member
+from kfac_optim.bases.rules import rule_of
 from tests.helpers.compare import values
 from tests.helpers.files import through_a_file
 from tests.helpers.settings import OFTEN
