@@ -171,8 +171,7 @@ class Block:
 
     def adopt(self, state: State) -> None:
         """Replaces the state."""
-        self._used = self._used if state is self.state else None
-        self.state = state
+        self.state, self._used = state, None
 
     def fits(self, state: State) -> bool:
         """Whether factors have this layer's shapes: not if they are older than a change of its width or bias."""

@@ -43,7 +43,7 @@ def adopt_states(stages: Stages, states: Mapping[nn.Parameter, State]) -> None:
     progress = stages.progress
     for block in stages.blocks:
         given = states.get(block.layer.weight, block.state)
-        if given is block.state or block.fits(given):
+        if given is not block.state and block.fits(given):
             is_new = not (progress.step or progress.taken or block.has_data())
             block.adopt(given)
             if is_new and block.has_data():
