@@ -1,4 +1,12 @@
-"""From the moments of micro-batches to those of a step: sums that stay on the device until the flags are read."""
+"""From the moments of micro-batches to those of a step: sums that stay on the device until the flags are read.
+
+They pass through four forms::
+
+    MicroBatch         one backward pass in progress
+    StepStatistics     the passes of a step so far that have ended
+    TakenStatistics    those that may count for the step being taken, and the flags that decide it
+    StepMoments        the sums that do count, once the flags are known
+"""
 
 from __future__ import annotations
 
