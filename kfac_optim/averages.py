@@ -103,7 +103,7 @@ class Averaging(Counted):
             seen[list(own), :, 1] = traces(specs, [moment for pair in own.values() for moment in pair]).view(-1, 2)
         counted = [[block.workers.counts(side, comm.rank) for side in range(2)] for block in blocks]
         seen *= torch.tensor(counted, device="cpu").view(-1, 2, 1)
-        skips = sum(statistics.taken) - sum(statistics.finite)
+        skips = sum(each.taken and not each.finite for each in statistics.counts)
         with self.stopwatch.communication("factor", comm.world_size):
             of_rank = torch.tensor([skips, *reports], dtype=torch.float64, device="cpu")
             seen, of_step = comm.sum([seen, of_rank], "counts")

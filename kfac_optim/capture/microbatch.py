@@ -314,7 +314,7 @@ class BackwardPasses:
 
     def discard(self) -> None:
         """Discards the micro-batches of this step; a backward pass that is running goes on."""
-        if self.statistics.terms or self.to_caller.terms:  # most steps collect none
+        if self.statistics.counts or self.to_caller.counts:  # most steps collect none
             self.statistics, self.to_caller = StepStatistics(), StepStatistics()
         self.hidden, self.transformed, self.model_seen = set(), False, False
         self._watch.remember(())

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch import Tensor
 from .calls import ModelCall
 from .gradients import GradientWatch
 
-__all__ = ["MicroBatch", "Moments", "StepMoments", "StepStatistics", "TakenStatistics"]
+__all__ = ["Counts", "MicroBatch", "Moments", "StepMoments", "StepStatistics", "TakenStatistics"]
 
 
 Moments = tuple[Tensor, Tensor]  # of one layer in a micro-batch or in a step: the packed sums for A and for G
@@ -34,7 +34,7 @@ class MicroBatch:
 
     Attributes:
         sums: Packed raw sums by layer index.
-        counts: The number of rows in A, by layer index.
+        rows: The number of rows in A, by layer index.
         by_example: For layers that pool their calls by example, the sums over calls of ``a``, ``count`` and output
             gradients, by layer index and number of examples.
         calls: The model calls that the backward pass has reached.
@@ -43,7 +43,7 @@ class MicroBatch:
     """
 
     sums: dict[int, Moments] = field(default_factory=dict)
-    counts: dict[int, float] = field(default_factory=dict)
+    rows: dict[int, float] = field(default_factory=dict)
     by_example: dict[tuple[int, int], tuple[Tensor, Any, Tensor]] = field(default_factory=dict)
     calls: set[ModelCall] = field(default_factory=set)
     task: int = -1
@@ -58,7 +58,7 @@ class MicroBatch:
         if layer in self.sums:  # not in place, because the tensors may be used elsewhere
             a, g = self.sums[layer][0] + a, self.sums[layer][1] + g
         self.sums[layer] = a, g
-        self.counts[layer] = self.counts.get(layer, 0.0) + count
+        self.rows[layer] = self.rows.get(layer, 0.0) + count
 
     def add_examples(self, layer: int, a: Tensor, count: Any, g: Tensor) -> None:
         """Adds one call of a layer that pools its calls; those with equally many examples are taken to share them."""
@@ -68,36 +68,37 @@ class MicroBatch:
         self.by_example[layer, len(g)] = a, count, g
 
 
+class Counts(NamedTuple):
+    """What is counted of a micro-batch."""
+
+    terms: int  # M
+    rows: dict[int, float]  # in A, by the index of the layers that it has reached
+    taken: bool = True  # whether it belongs to the step
+    finite: bool = True  # whether it does and, its moments being finite, is in the sums
+
+
 @dataclass
 class StepMoments:
     """The statistics of a step, resolved after its flags have been read from the device.
 
     Attributes:
         sums: Packed raw sums by layer index.
-        terms: M of each micro-batch.
-        counts: For each micro-batch, the number of rows in A, by layer index.
-        taken: For each micro-batch, whether it belongs to the step.
-        finite: For each micro-batch, whether it belongs to the step and, its moments being finite, is in the sums.
+        counts: Those of each micro-batch.
         starts: By layer index, the number of the first micro-batch that counts, if that is not 0.
     """
 
     sums: dict[int, Moments] = field(default_factory=dict)
-    terms: list[int] = field(default_factory=list)
-    counts: list[dict[int, float]] = field(default_factory=list)
-    taken: list[bool] = field(default_factory=list)
-    finite: list[bool] = field(default_factory=list)
+    counts: list[Counts] = field(default_factory=list)
     starts: dict[int, int] = field(default_factory=dict)
 
     def rows(self, layer: int) -> float:
         """The number of rows in a layer's A."""
-        counted = list(zip(self.counts, self.finite, strict=True))[self.starts.get(layer, 0) :]
-        return sum(counts.get(layer, 0.0) for counts, finite in counted if finite)
+        return sum(each.rows.get(layer, 0.0) for each in self.counts[self.starts.get(layer, 0) :] if each.finite)
 
     def loss_terms(self, layer: int | None = None) -> tuple[int, int]:
         """M of all micro-batches that count for a layer (None: for any), and of the finite ones among them."""
-        start = 0 if layer is None else self.starts.get(layer, 0)
-        counted = list(zip(self.terms, self.taken, self.finite, strict=True))[start:]
-        return sum(m for m, taken, _ in counted if taken), sum(m for m, _, finite in counted if finite)
+        counts = self.counts if layer is None else self.counts[self.starts.get(layer, 0) :]
+        return sum(each.terms for each in counts if each.taken), sum(each.terms for each in counts if each.finite)
 
 
 @dataclass
@@ -106,8 +107,7 @@ class StepStatistics:
 
     Attributes:
         sums: Packed raw sums by layer index, over the finite micro-batches; a single one is kept even if not finite.
-        terms: M of each micro-batch.
-        counts: For each micro-batch, the number of rows in A, by the index of the layers that it has reached.
+        counts: Those of each micro-batch, before it is known whether it belongs to the step.
         kept: For each micro-batch, whether all of its moments were finite, a 0-dim bool.
         scales: For each micro-batch, the loss scale, a 0-dim tensor.
         starts: By layer index, the number of the first micro-batch that counts, if that is not 0.
@@ -116,8 +116,7 @@ class StepStatistics:
     """
 
     sums: dict[int, Moments] = field(default_factory=dict)
-    terms: list[int] = field(default_factory=list)
-    counts: list[dict[int, float]] = field(default_factory=list)
+    counts: list[Counts] = field(default_factory=list)
     kept: list[Tensor] = field(default_factory=list)
     scales: list[Tensor] = field(default_factory=list)
     starts: dict[int, int] = field(default_factory=dict)
@@ -145,22 +144,21 @@ class StepStatistics:
                 continue
             for total, part in zip(self.sums[index], new, strict=True):
                 total.add_(part)
-        self.terms.append(max((call.terms for call in batch.calls), default=1))
+        self.counts.append(Counts(max((call.terms for call in batch.calls), default=1), batch.rows))
         self.kept.append(kept)
         self.scales.append(scale.clone())
-        self.counts.append(batch.counts)
 
     def restart(self, layers: Sequence[int]) -> None:
         """Restarts the statistics of these layers, because their gradients were removed."""
         for i in layers:
             self.sums.pop(i, None)
-            self.starts[i] = len(self.terms)
+            self.starts[i] = len(self.counts)
 
     def restart_cleared(self, layers: Sequence[int], largest: Tensor) -> None:
         """Restarts the statistics of layers whose gradient was changed to zero; ``largest``: its largest entries."""
         for i, entry in zip(layers, largest, strict=True):
             _drop_unless_(entry != 0, [self.sums[i]])
-        self.checks.append((len(self.terms), list(layers), largest))
+        self.checks.append((len(self.counts), list(layers), largest))
 
     @property
     def flags(self) -> list[Tensor]:
@@ -179,12 +177,12 @@ class StepStatistics:
             for i, entry in zip(layers, islice(values, len(layers)), strict=True):
                 if entry == 0:
                     starts[i] = max(position, starts.get(i, 0))
-        taken, least = [False] * len(scales), math.inf  # the least of the later scales
+        counts, least = list(self.counts), math.inf  # the least of the later scales
         for k, scale in reversed(list(enumerate(scales))):
-            taken[k] = scale <= least and any(starts.get(i, 0) <= k for i in self.counts[k])
+            taken = scale <= least and any(starts.get(i, 0) <= k for i in counts[k].rows)
+            counts[k] = counts[k]._replace(taken=taken, finite=taken and bool(kept[k]))
             least = min(least, scale)
-        finite = [belongs and bool(finite) for belongs, finite in zip(taken, kept, strict=True)]
-        return StepMoments(self.sums, self.terms, self.counts, taken, finite, starts)
+        return StepMoments(self.sums, counts, starts)
 
 
 class TakenStatistics:
@@ -216,7 +214,7 @@ class TakenStatistics:
         if rest:
             self._kinds.append((passes, watch.largest(rest) if watch.changed(rest) == rest else None))
         # If no pass has added to any gradient, the loop has set what there is, perhaps by .data, which leaves no trace.
-        set_by_hand = watch.comparable(watch.written(to_caller.sums) if passes.terms else to_caller.sums)
+        set_by_hand = watch.comparable(watch.written(to_caller.sums) if passes.counts else to_caller.sums)
         if set_by_hand:
             self._kinds.append((to_caller, watch.largest(set_by_hand)))
 
@@ -239,7 +237,7 @@ class TakenStatistics:
         for statistics, largest in self._kinds:
             found = statistics.resolve(values)
             cleared = largest is not None and not any(list(islice(values, len(largest))))
-            if any(found.taken) and not cleared:
+            if any(each.taken for each in found.counts) and not cleared:
                 return found
         return StepMoments()
 
