@@ -71,9 +71,8 @@ def take_turned_step(
         if repeats:
             _repeat_change(plan, covered, reaches)
         engine.skip_directions()
-    is_watched = compares_weights(engine.step_count + 1)
-    watched = (m.p for bucket in covered if is_watched for m in records.having(bucket, records.STRETCH))
-    steering.watch.note(watched)
+    watched = covered if compares_weights(engine.step_count + 1) else ()
+    steering.watch.note(m.p for bucket in watched for m in records.having(bucket, records.STRETCH))
 
 
 def _turn_and_stretch(
@@ -162,7 +161,7 @@ def _can_repeat(engine: CurvatureEngine, plan: Plan, buckets: Sequence[Bucket]) 
     """
     turned = [some for bucket in buckets if (some := records.having(bucket, records.TURN))]
     others = {m.p for m in set(chain.from_iterable(buckets)).difference(*turned) if moves(m.group)}
-    if not turned or (others and not others.isdisjoint(engine.stages.trained.weights_with_directions())):
+    if not turned or (others and any(b.has_direction and b.layer.weight in others for b in engine.stages.blocks)):
         return False
     for some in turned:
         base, own = some[0].rule.averages_gradients(some[0].group), plan.moment_decay > 0

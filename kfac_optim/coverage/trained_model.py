@@ -154,10 +154,6 @@ class TrainedModel:
         known = ((block.layer.parameters, block.reach) for block in reversed(self.blocks))
         return {p: reach for parameters, reach in known for p in parameters}
 
-    def weights_with_directions(self) -> set[nn.Parameter]:
-        """The weights of the layers that some rank has decomposed."""
-        return {block.layer.weight for block in self.blocks if block.has_direction}
-
     @property
     def is_intact(self) -> bool:
         """Whether all layers and their parameters are still in their places."""

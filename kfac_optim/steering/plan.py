@@ -94,7 +94,7 @@ class Steering:
             slopes = lessons.stretched.slopes(read)
             along = sum(after for p, (after, _) in slopes.items() if p not in undone)
             self.graft.learn(along if has_momentum else None)
-            warms_up = self.rate_history.rises_to(read.rate)
+            warms_up = read.rate > self.rate_history.last
             self.too_long = learn_reaches(blocks, slopes, undone, warms_up=warms_up) | undone
         lower_reaches(blocks, self.rate_history.rise(read.rate))
 

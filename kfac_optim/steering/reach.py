@@ -104,10 +104,6 @@ class RateHistory(Counted):
     last: float = counter(0.0, name="rate")
     fell: bool = counter(False, 1, "rate_fell")
 
-    def rises_to(self, rate: float) -> bool:
-        """Whether the highest learning rate of the coming step is above that of the last."""
-        return rate > self.last
-
     def rise(self, rate: float) -> float:
         """Records the highest learning rate of a step, if it is not 0.
 
