@@ -16,7 +16,7 @@ import math
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -202,7 +202,7 @@ class Config:
 
     # True once the engine is constructed. From then on fixed options refuse to change, and an unknown public name is
     # refused as a misspelt one.
-    _constructed: ClassVar[bool] = False
+    _constructed = False
 
     def __setattr__(self, name: str, value: Any) -> None:
         field, constructed = _FIELDS.get(name), self._constructed
@@ -225,9 +225,6 @@ class Config:
             except Exception:
                 super().__setattr__(name, before)
                 raise
-
-    def _end_construction(self) -> None:
-        self.__dict__["_constructed"] = True
 
     def load_options(self, counters: Mapping[str, Any]) -> None:
         """Sets the options that are among saved counters, as ``loaded_options`` finds them."""

@@ -74,7 +74,7 @@ class CurvatureEngine(Config):
         super().__init__(**given)
         self.stages = Stages(self, model, params)
         self._is_noop = False  # the step in progress changes nothing; see update()
-        self._end_construction()
+        self._constructed = True
 
     __signature__ = signature(__init__)
 
