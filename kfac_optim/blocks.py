@@ -28,7 +28,7 @@ from .snapshots import (
 from .solvers import Decomposition
 from .spectra import eigenvalues
 
-__all__ = ["UNSEEN_STEPS", "Block", "part_dtype"]
+__all__ = ["UNSEEN_STEPS", "Block"]
 
 # After this many statistics steps in a row with gradients the user is told of a layer that was not seen; if no layer
 # was seen, an error ends training.
@@ -274,8 +274,3 @@ class Block:
     def set_workers(self, workers: LayerAssignment, route: tuple[int, tuple[int, ...]] | None) -> None:
         """Sets the ranks that work on this block."""
         self.workers, self.route = workers, route
-
-
-def part_dtype(dims: int, inv_dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a part of a decomposition with ``dims`` dimensions: vectors and scalars carry the magnitude."""
-    return inv_dtype if dims == 2 else torch.promote_types(inv_dtype, torch.float32)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..blocks import Block, part_dtype
+from ..blocks import Block
 from ..distributed import (
     Assignment,
     AssignmentStrategy,
@@ -19,7 +19,7 @@ from ..distributed import (
     default_communicator,
 )
 from ..factors import FactorSpec
-from ..solvers import Solver
+from ..solvers import Solver, part_dtype
 from .factor_owners import move_factors
 
 __all__ = ["Ranks", "decomposed_bytes"]

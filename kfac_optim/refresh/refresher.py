@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..blocks import Block, part_dtype
+from ..blocks import Block
 from ..common.counters import Counted, Counter, counter
 from ..common.stopwatch import Stopwatch
 from ..common.user_warning import warn_user
@@ -36,6 +36,7 @@ from ..solvers import (
     damps_factors,
     decompose_all,
     decompose_safely,
+    part_dtype,
 )
 from .jobs import Refresh, batch_of, grouped_by_shape
 from .pacing import Pace

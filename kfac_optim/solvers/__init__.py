@@ -28,7 +28,7 @@ Where to look::
 from .decompose import BATCH_NUMEL, Batch, decompose_all, decompose_safely
 from .eigen import EigenSolver
 from .inverse import InverseSolver
-from .protocol import Decomposition, Failure, MaybeDecomposition, Shifting, Solver, damps_factors
+from .protocol import Decomposition, Failure, MaybeDecomposition, Shifting, Solver, damps_factors, part_dtype
 from .worker import Worker
 
 __all__ = [
@@ -45,4 +45,5 @@ __all__ = [
     "damps_factors",
     "decompose_all",
     "decompose_safely",
+    "part_dtype",
 ]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, TypeGuard
 
+import torch
 from torch import Tensor
 
-__all__ = ["Decomposition", "Failure", "MaybeDecomposition", "Shifting", "Solver", "damps_factors"]
+__all__ = ["Decomposition", "Failure", "MaybeDecomposition", "Shifting", "Solver", "damps_factors", "part_dtype"]
 
 Decomposition = tuple[Tensor, ...]
 
@@ -72,3 +73,8 @@ class Shifting(Solver, Protocol):
 def damps_factors(solver: Solver) -> TypeGuard[Shifting]:
     """Whether damping is added to the factors, by ``shifts``, rather than in ``precondition``."""
     return getattr(solver, "damps_factors", True)
+
+
+def part_dtype(dims: int, inv_dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a part of a decomposition with ``dims`` dimensions: vectors and scalars carry the magnitude."""
+    return inv_dtype if dims == 2 else torch.promote_types(inv_dtype, torch.float32)
