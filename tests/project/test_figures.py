@@ -136,3 +136,25 @@ def test_counts_of_public_scripts_are_those_of_the_file(file: str) -> None:
     found = re.search(r"Behind at (\d+) of (\d+) points, ahead at (\d+)\*\*; (\d+) of (\d+) runs end lower", page)
     assert found is not None
     assert [int(group) for group in found.groups()] == [behind, len(points), ahead, lower, len(runs)]
+
+
+def test_counts_of_scripts_on_which_the_rules_were_tried_are_those_of_the_file() -> None:
+    runs = json.loads((FILES / "public.json").read_text(encoding="utf-8"))["runs"]
+    runs = [run for run in runs if run.get("counted")]
+    points = [point for run in runs for point in zip(run["base"], run["swap"], strict=True)]
+    behind, ahead = (sum(sign * (s - b) > 0.02 * abs(b) for b, s in points) for sign in (1, -1))
+    lower = sum(run["swap"][-1] < run["base"][-1] for run in runs)
+    drop = 1 - statistics.geometric_mean(run["swap"][-1] / run["base"][-1] for run in runs)
+    time, training = (
+        statistics.geometric_mean(run[f"time of {of}"] for run in runs) for of in ("the process", "training")
+    )
+    readme, results, scripts = (
+        " ".join(page.read_text(encoding="utf-8").split())
+        for page in (README, ROOT / "docs" / "results.rst", ROOT / "docs" / "results" / "scripts.rst")
+    )
+    assert f"public repositories it was behind at {behind} of {len(points)} points" in readme
+    assert f"{behind} of {len(points)}; ahead at {ahead} " in results
+    found = f"Behind by more than 2 % at {behind} of {len(points)} points, ahead by more than 2 % at {ahead}.** "
+    assert found in scripts
+    assert f"{lower} of {len(runs)} runs end lower, by {100 * drop:.0f} % in the geometric mean" in scripts
+    assert f"takes {time:.2f} times the base's seconds, {training:.2f} times without" in scripts
