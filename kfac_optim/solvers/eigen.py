@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..common.checks import require_number
+from ..common.machines import is_asynchronous
 from .joint import in_order
 from .protocol import Decomposition
 
@@ -26,6 +27,7 @@ _JACOBI_ROWS = range(32, 513)
 # The number of eigenvectors that are kept is a multiple of this, or all: on a CPU ``v Q`` with 16 columns takes a third
 # of its time with 9, and with 32 half of that with 31. GPUs want aligned columns as well.
 _COLUMNS = 16
+_ROWS = 512  # that are multiplied at once where a matrix has many more
 
 
 @dataclass(frozen=True)
@@ -120,11 +122,21 @@ class EigenSolver:
         whole = damped.shape[-2:] == gradient.shape[-2:]
         sides, v = in_order(vectors_g, vectors_a), gradient
         for q, left in sides:
-            v = torch.bmm(q.mT, v) if left else torch.bmm(v, q)
+            v = torch.bmm(q.mT, v) if left else _times(v, q)
         v = v / damped if whole else (v / damped).addcdiv_(v, gamma, value=-1)
         for q, left in reversed(sides):
-            v = torch.bmm(q, v) if left else torch.bmm(v, q.mT)
+            v = torch.bmm(q, v) if left else _times(v, q.mT)
         return v if whole else v.addcdiv_(gradient, gamma)
+
+
+def _times(v: Tensor, q: Tensor) -> Tensor:
+    """``v q``; a tall matrix on a CPU in blocks of rows: 30,000 rows of 129 columns take little more than half the time."""
+    if len(v) > 1 or v.shape[1] < 8 * _ROWS or is_asynchronous(v.device):
+        return torch.bmm(v, q)
+    product = v.new_empty(1, v.shape[1], q.shape[2])
+    for rows, out in zip(v.split(_ROWS, 1), product.split(_ROWS, 1), strict=True):
+        torch.bmm(rows, q, out=out)
+    return product
 
 
 def _eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:

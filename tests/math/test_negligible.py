@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from kfac_optim import KFACSGD, EigenSolver
-from kfac_optim.solvers import Decomposition
+from kfac_optim.solvers import Decomposition, eigen
 from tests.helpers.compare import assert_near
 from tests.helpers.reference import averaged, squared_error, take_step
 from tests.helpers.settings import EXACT, SOLVERS, damping_of
@@ -177,6 +177,20 @@ def test_layers_of_one_shape_of_which_some_have_no_gradient_are_looked_at_once(m
             model[2].zero_grad()
         optimizer.step()
     assert set(asked) == {0, 2}
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_tall_matrix_is_multiplied_in_blocks_of_rows(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last of them has fewer rows."""
+    solver, gradient, gamma = EigenSolver(), torch.randn(1, 21, 5), torch.ones(1)
+    a, g = decomposition(1, 5, False, 2.0), decomposition(1, 21, True, 2.0)
+    expected = solver.precondition(gradient, a, g, gamma)
+    monkeypatch.setattr(eigen, "_ROWS", 2)
+    if transposed:  # as that of an embedding is
+        found = solver.precondition(gradient.mT, g, a, gamma).mT
+    else:
+        found = solver.precondition(gradient, a, g, gamma)
+    assert_near(found, expected)
 
 
 @pytest.mark.parametrize("kept", [(1, 9), (7, 2), (3, 3), (7, 9)])
