@@ -130,7 +130,7 @@ class EigenSolver:
 
 
 def _times(v: Tensor, q: Tensor) -> Tensor:
-    """``v q``; a tall matrix on a CPU in blocks of rows: 30,000 rows of 129 columns take little more than half the time."""
+    """``v q``; on a CPU in blocks of rows: 30,000 rows of 129 columns then take little more than half the time."""
     if len(v) > 1 or v.shape[1] < 8 * _ROWS or is_asynchronous(v.device):
         return torch.bmm(v, q)
     product = v.new_empty(1, v.shape[1], q.shape[2])
