@@ -115,7 +115,7 @@ class EigenSolver:
         except for a correction in the span of the eigenvectors that were kept.
         """
         if gradient.stride(-1) > gradient.stride(-2):  # a transpose: (A (x) G) V is (G (x) A) V^T, transposed
-            return self.precondition(gradient.mT, g, a, gamma).mT
+            return EigenSolver.precondition(self, gradient.mT, g, a, gamma).mT  # not once more that of a subclass
         (values_a, *vectors_a), (values_g, *vectors_g) = a, g
         gamma = gamma.view(-1, 1, 1)
         damped = torch.addcmul(gamma, values_g.unsqueeze(2), values_a.unsqueeze(1))

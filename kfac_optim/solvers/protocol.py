@@ -51,7 +51,12 @@ class Solver(Protocol):
         """
 
     def precondition(self, gradient: Tensor, a: Decomposition, g: Decomposition, gamma: Tensor) -> Tensor:
-        """The preconditioned gradient ``[p, d_out, d_in]``; ``gamma`` is ``[p]``."""
+        """The preconditioned gradient ``[p, d_out, d_in]``; ``gamma`` is ``[p]``.
+
+        The gradients of layers whose weight is stored transposed (embeddings, transformers' ``Conv1D``) are transposes
+        of contiguous tensors, which ``reshape`` can flatten, but ``view`` cannot. The result may lie in memory as it
+        likes.
+        """
 
 
 class Shifting(Solver, Protocol):

@@ -35,6 +35,8 @@ class Steepest:
 class Direction:
     """What a scaling knows about a stack of layers of one shape.
 
+    The matrices of embeddings and transformers' ``Conv1D`` are transposes of contiguous tensors, as their weights are.
+
     Attributes:
         direction: The preconditioned matrices, ``[p, d_out, d_in]`` (bias as the last column).
         gradient: The matrices that were preconditioned (gradients or first moments), of the same shape.

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kfac_optim import KFACSGD, EigenSolver, InverseSolver, KLClip, OfLargest, OfMean
+from kfac_optim.solvers import Decomposition
 from tests.helpers.compare import assert_applied, assert_near
 from tests.helpers.reference import (
     SOLVES,
@@ -180,6 +181,24 @@ def test_a_solver_of_ones_own_may_damp_late(unit: Callable[..., Any], spread: in
             take_step(model, optimizer, of_step, mean_loss)
     for p, q in zip(*(model.parameters() for model in models), strict=True):
         assert_near(p.detach(), q.detach())
+
+
+class Doubled(EigenSolver):
+    """Its directions are twice as long."""
+
+    def precondition(self, gradient: Tensor, a: Decomposition, g: Decomposition, gamma: Tensor) -> Tensor:
+        return 2 * super().precondition(gradient, a, g, gamma)
+
+
+def test_what_a_subclass_adds_to_the_eigen_solver_is_done_once() -> None:
+    """Also to an embedding, whose vectors are kept as transposes."""
+    models, of_step = twins(Mixed), token_passes()
+    plain = EXACT | {"lr": 0.01, "precondition": "gradient", "scaling": None, "damping": 0.1}
+    starts = [p.detach().clone() for p in models[0].parameters()]
+    for model, solver in zip(models, (EigenSolver(), Doubled()), strict=True):
+        take_step(model, KFACSGD(model, **plain | {"solver": solver}), of_step, mean_loss)
+    for start, p, q in zip(starts, *(model.parameters() for model in models), strict=True):
+        assert_near(q.detach() - start, 2 * (p.detach() - start))
 
 
 def test_a_decomposition_of_other_shapes_than_said_is_refused_by_name() -> None:
