@@ -73,9 +73,11 @@ def second_moment(rows: Tensor, *, diagonal: bool, blocks: int = 1) -> Tensor:
     """
     if diagonal:
         dtype, most = torch.promote_types(rows.dtype, torch.float32), _SQUARES[machine_of(rows.device)]
-        parts = rows.flatten(0, 1).split(max(1, most // rows.shape[-2:].numel()))
-        first, *others = (part.to(dtype).square().sum(0) for part in parts)
-        return sum(others, start=first)
+        first, *others = rows.flatten(0, 1).split(max(1, most // rows.shape[-2:].numel()))
+        total = first.to(dtype).square().sum(0)
+        for part in others:  # in place: the sums of all parts, kept until the end, might be as large as the rows
+            total += part.to(dtype).square().sum(0)
+        return total
     if blocks > 1:
         rows = F.pad(rows, (0, -rows.shape[-1] % blocks)).unflatten(-1, (blocks, -1)).flatten(2, 3)
     if rows.stride(-1) > 1 and rows.shape[-1] <= min(rows.shape[1], GRAM_DIM):

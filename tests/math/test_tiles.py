@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kfac_optim import KFACSGD, CurvatureEngine, LayerOptions, OfLargest, OfMean
 from kfac_optim.factors import FactorSpec
@@ -55,6 +57,29 @@ def test_squares_are_added_up_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = second_moment(rows, diagonal=True)
     monkeypatch.setitem(moments._SQUARES, "cpu", 40)  # four of 21 rows
     assert_near(second_moment(rows, diagonal=True), whole)
+
+
+class LiveSums(TorchDispatchMode):
+    """How many of the sums that torch computes are alive at once, at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most, self._sums = 0, list[weakref.ref[Tensor]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **kwargs or {})
+        if func.overloadpacket is torch.ops.aten.sum:
+            self._sums.append(weakref.ref(found))
+            self.most = max(self.most, sum(reference() is not None for reference in self._sums))
+        return found
+
+
+def test_the_sums_of_parts_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a large vocabulary they are as many numbers as the rows."""
+    monkeypatch.setitem(moments._SQUARES, "cpu", 10)
+    with LiveSums() as live:
+        second_moment(torch.randn(7, 3, 2, 5), diagonal=True)
+    assert live.most == 2  # one of a part, and that of all before it
 
 
 @given(pairs=st.integers(1, 3), data=st.data(), seed=st.integers(0, 99))
