@@ -41,6 +41,8 @@ class StackSolver:
     def __init__(self, solver: Solver, dtype: torch.dtype) -> None:
         self.solver, self.dtype = solver, dtype
         self._eigen = solver if isinstance(solver, EigenSolver) else None  # whose eqs. 11-13 are also applied in part
+        # JointEigen computes what EigenSolver.precondition does, and knows nothing of a subclass's own.
+        self._may_join = getattr(type(solver), "precondition", None) is EigenSolver.precondition
         self._storage: FlatStorage | None = None
         self._joint: tuple[list[list[Tile]], JointEigen] | None = None  # with the tiles that it was made of
 
@@ -129,7 +131,7 @@ class StackSolver:
     def _joint_of(self, stacks: Sequence[Stack]) -> JointEigen | None:
         """The decompositions of all stacks together, where launches count; then their matrices lie side by side."""
         tiles = [stack.current_tiles for stack in stacks]
-        if self._eigen is None or not self._can_join(stacks, tiles):
+        if not (self._may_join and self._can_join(stacks, tiles)):
             self._storage = self._joint = None
             return None
         if self._storage is None or self._joint is None or list(map(id, self._joint[0])) != list(map(id, tiles)):

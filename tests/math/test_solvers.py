@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kfac_optim import KFACSGD, EigenSolver, InverseSolver, KLClip, OfLargest, OfMean
+from kfac_optim.common import machines
 from kfac_optim.solvers import Decomposition
 from tests.helpers.compare import assert_applied, assert_near
 from tests.helpers.reference import (
@@ -190,8 +191,10 @@ class Doubled(EigenSolver):
         return 2 * super().precondition(gradient, a, g, gamma)
 
 
-def test_what_a_subclass_adds_to_the_eigen_solver_is_done_once() -> None:
-    """Also to an embedding, whose vectors are kept as transposes."""
+@pytest.mark.parametrize("kind", ["cpu", "accelerator"])
+def test_what_a_subclass_adds_to_the_eigen_solver_is_done_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also to an embedding, whose vectors are kept as transposes, and where stacks are preconditioned together."""
+    monkeypatch.setattr(machines, "machine_of", lambda _: kind)
     models, of_step = twins(Mixed), token_passes()
     plain = EXACT | {"lr": 0.01, "precondition": "gradient", "scaling": None, "damping": 0.1}
     starts = [p.detach().clone() for p in models[0].parameters()]
