@@ -129,11 +129,14 @@ class Layout:
         parameters: The parameters.
         is_transposed: Whether the matrices are the transposes of contiguous ones ("matrices in memory order" below),
             because the first layer's weight is that of its matrix.
+        memory_shape: The shape of those contiguous ones.
     """
 
     def __init__(self, layers: Sequence[KroneckerLayer]) -> None:
-        self.shape = (sum(layer.pairs for layer in layers), layers[0].d_out, layers[0].d_in)
+        count, d_out, d_in = sum(layer.pairs for layer in layers), layers[0].d_out, layers[0].d_in
         self.device, self.is_transposed = layers[0].weight.device, layers[0].stored_transposed
+        self.shape = (count, d_out, d_in)
+        self.memory_shape = (count, d_in, d_out) if self.is_transposed else self.shape
         self._runs: list[_Run] = []
         self._computed: list[tuple[KroneckerLayer, slice]] = []  # layers without views, and the indices of their pairs
         whole, start = self._made(torch.empty, device="meta"), 0
@@ -164,8 +167,7 @@ class Layout:
 
     def _made(self, make: Callable[..., Tensor], **options: Any) -> Tensor:
         """Matrices made by a function of their shape, like torch.empty."""
-        p, d_out, d_in = self.shape
-        return self.memory_view(make((p, d_in, d_out) if self.is_transposed else self.shape, **options))
+        return self.memory_view(make(self.memory_shape, **options))
 
     def fill(self, vectors: Mapping[nn.Parameter, Tensor], dtype: torch.dtype) -> Tensor:
         """The matrices of the parameters' vectors, ``[p, d_out, d_in]``, with zeros for parameters without a vector."""

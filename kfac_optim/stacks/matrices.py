@@ -125,8 +125,8 @@ class FlatStorage:
     length, each of which belongs to a single group of pairs.
 
     Args:
-        shapes: The shape of each stack's matrices, sorted by :func:`storage_order`, because only the first stacks,
-            up to one that shares less, can share kernels.
+        shapes: The shape of each stack's matrices in the storage, sorted by :func:`storage_order`, because only the
+            first stacks, up to one that shares less, can share kernels.
         groups: For each stack, which of its pairs are scaled together.
         device: The device of the matrices.
         transposed: For each stack, whether its matrices are the transposes of those in the storage (:class:`~.Layout`).
@@ -147,8 +147,6 @@ class FlatStorage:
     ) -> None:
         self.shapes, self.groups, self.device = list(shapes), list(groups), device
         self.transposed = [False] * len(shapes) if transposed is None else list(transposed)
-        turned = zip(shapes, self.transposed, strict=True)
-        self._in_memory = [(p, d_in, d_out) if turn else (p, d_out, d_in) for (p, d_out, d_in), turn in turned]
         kinds = list(map(storage_order, shapes, groups))
         self.stacks_scaled, self.stacks_summed = (
             next((i for i, kind in enumerate(kinds) if kind > most), len(kinds)) for most in range(2)
@@ -169,8 +167,8 @@ class FlatStorage:
 
     def split(self, whole: Tensor) -> list[Tensor]:
         """The matrices of each stack in the storage ``whole``, as views."""
-        views = split_flat(whole, self._in_memory)
-        return [view.mT if turn else view for view, turn in zip(views, self.transposed, strict=True)]
+        views = zip(split_flat(whole, self.shapes), self.transposed, strict=True)
+        return [view.mT if is_transposed else view for view, is_transposed in views]
 
     def several(self, n: int, dtype: torch.dtype) -> list[FlatMatrices]:
         """``n`` uninitialised sets of matrices, all in one storage."""

@@ -135,7 +135,7 @@ class StackSolver:
             self._storage = self._joint = None
             return None
         if self._storage is None or self._joint is None or list(map(id, self._joint[0])) != list(map(id, tiles)):
-            shapes, groups = [stack.layout.shape for stack in stacks], [stack.groups for stack in stacks]
+            shapes, groups = [stack.layout.memory_shape for stack in stacks], [stack.groups for stack in stacks]
             transposed, device = [stack.layout.is_transposed for stack in stacks], stacks[0].layout.device
             wanted, known = (shapes, groups, device, transposed), self._storage
             if known is None or (known.shapes, known.groups, known.device, known.transposed) != wanted:

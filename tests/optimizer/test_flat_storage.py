@@ -119,7 +119,9 @@ def test_factors_of_pairs_reach_the_rows_of_their_matrices(
     """Of stacks that stand alone, too: of many pairs, and of matrices that no whole number of rows fills."""
     shapes = [(2, 8, 3), (3, 4, 4), *alone]
     side = FlatStorage(shapes, [None] * len(shapes), torch.device("cpu"), transposed)
-    assert [tuple(tensor.shape) for tensor in side.several(1, torch.float64)[0].tensors] == shapes
+    found = [tensor.shape for tensor in side.several(1, torch.float64)[0].tensors]
+    for (p, rows, columns), shape, turned in zip(shapes, found, transposed or [False] * 4, strict=True):
+        assert shape == ((p, columns, rows) if turned else (p, rows, columns))
     assert side.stacks_scaled == 2 and side.scaled_shape == (12, 1, 8)
     matrices, others = side.several(2, torch.float64)
     for flat in (matrices, others):
