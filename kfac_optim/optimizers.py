@@ -319,7 +319,7 @@ class KFACMixin(_Optimizer):
     def _in_saved_form(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         stages = self.curvature.stages
         turned = stages.trained.covered() if stages.plan().learns and not stages.closed else ()
-        return with_checksums(records.saved_form(state_dict, self, turned, stages.steering.watch.norms()))
+        return with_checksums(records.saved_form(state_dict, self, turned, stages.steering.watch.marks()))
 
     @torch.inference_mode(False)  # tensors made in inference mode could not be changed in place later
     @torch.no_grad()
@@ -359,9 +359,9 @@ class KFACMixin(_Optimizer):
         finally:
             last_hook.remove()
         take_out_layers(self)  # torch has cast these to the type of the weights; the engine loads the saved ones
-        norms = records.take_saved_form(self)
+        marks = records.take_saved_form(self)
         engine_state.load_checked(stages, *checked[0])
-        stages.steering.watch.restore(norms)
+        stages.steering.watch.restore(marks)
         self._show_layer_states()
         self._show_counters()
 

@@ -39,7 +39,7 @@ RECORDED = (*OF_STEP, MOMENT)
 
 # In saved states only.
 _NOTED = PREFIX + "noted"  # which of RECORDED were recorded, one bit for each
-_NORM = PREFIX + "norm"  # the norm of the weight after the last step, to be compared; -1: it is not to be compared
+_MARK = PREFIX + "norm"  # the mark of the weight after the last step (constraints.py); -1: it is not to be compared
 
 
 def record(buckets: Sequence[Bucket], found: Mapping[str, Mapping[nn.Parameter, Tensor]], length: Tensor) -> None:
@@ -89,11 +89,11 @@ def saved_form(
     state_dict: dict[str, Any],
     optimizer: torch.optim.Optimizer,
     turned: Collection[nn.Parameter],
-    norms: Mapping[nn.Parameter, float],
+    marks: Mapping[nn.Parameter, float],
 ) -> dict[str, Any]:
     """Returns a state of the optimizer in the form in which it is saved; before the first step it is left as it is.
 
-    ``turned``: the parameters whose steps trust may turn, which are saved with all keys; ``norms``: the norms of the
+    ``turned``: the parameters whose steps trust may turn, which are saved with all keys; ``marks``: the marks of the
     weights that the next step is to compare.
     """
     states, rule = dict(state_dict["state"]), rule_of(optimizer)
@@ -107,7 +107,7 @@ def saved_form(
             found: dict[str, Any] = {_NOTED: sum(1 << n for n, key in enumerate(RECORDED) if key in state)}
             if p in turned:
                 keys = RECORDED if rule.needs_average(p, group, state) else OF_STEP
-                found |= {key: _zeros(p, key) for key in keys if key not in state} | {_NORM: norms.get(p, -1.0)}
+                found |= {key: _zeros(p, key) for key in keys if key not in state} | {_MARK: marks.get(p, -1.0)}
             if CHANGE in state and state[CHANGE] is state.get(TURN):  # a checkpoint with two tensors is read into both
                 found[CHANGE] = state[CHANGE].clone()
             states[i] = {**state, **found}
@@ -118,22 +118,22 @@ def take_saved_form(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, floa
     """Removes from a loaded state the entries that were not recorded.
 
     Returns:
-        The norms of the weights that the next step is to compare.
+        The marks of the weights that the next step is to compare.
     """
-    norms: dict[nn.Parameter, float] = {}
+    marks: dict[nn.Parameter, float] = {}
     for p in [p for group in optimizer.param_groups for p in group["params"] if p in optimizer.state]:
         state = optimizer.state[p]
-        noted, norm = state.pop(_NOTED, None), float(state.pop(_NORM, -1.0))
+        noted, mark = state.pop(_NOTED, None), float(state.pop(_MARK, -1.0))
         for n, key in enumerate(RECORDED):
             if noted is not None and not int(noted) >> n & 1:
                 state.pop(key, None)
         if MOMENT in state:  # it is changed in place, and torch may have loaded the very tensor of another optimizer
             state[MOMENT] = state[MOMENT].clone()
-        if norm >= 0:
-            norms[p] = norm
+        if mark >= 0:
+            marks[p] = mark
         if not state:
             del optimizer.state[p]
-    return norms
+    return marks
 
 
 def _zeros(p: nn.Parameter, key: str) -> Tensor:

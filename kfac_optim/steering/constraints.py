@@ -7,9 +7,9 @@ counts as constrained from then on: its reach stays at its start value or below,
 reach may fall, because what a mask leaves of a stretch need not be flat, and a gradient that has turned round along it
 shows a wall, whatever was undone.
 
-Changes are found by comparing the norms of the weights, in float64, after a step and before the next one: at first in
-every step, then in every seventh. Ranks whose loops do the same find the same. A rank that puts other weights in for an
-evaluation, and then the old ones back, finds no change. Sharded weights are not compared.
+Changes are found by comparing a number for each parameter, its *mark*, after a step and before the next one: at first
+in every step, then in every seventh. Ranks whose loops do the same find the same. A rank that puts other weights in for
+an evaluation, and then the old ones back, finds no change. Sharded weights are not compared.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from ..distributed import is_sharded
 
 __all__ = ["WeightWatch", "compares_weights"]
 
-_ROUNDING = 1e-12  # the relative error of sums of millions of squares in float64
+_ROUNDING = 1e-12  # the relative error of sums of millions of squares in float64; of sums of bits, far less than 1
 _AT_FIRST = 16  # all stretched weights are compared before this step, and then in one step of every _INTERVAL
 # A prime that loops hardly use, so that what happens in every second step is found at times, and what averages weights
 # in every fifth, eighth or tenth (Lookahead, periodic averages) is not found twice in a row, as constraints are.
 _INTERVAL = 7
+_LOWER_BITS = 2**31 - 1  # all but the sign of an int32
 
 
 def compares_weights(step: int) -> bool:
@@ -45,30 +46,33 @@ class WeightWatch:
 
     def __init__(self) -> None:
         self.watched: list[nn.Parameter] = []
-        self._norms: Sequence[Tensor] = ()
-        self._rounding = 0.0  # the relative difference between norms that counts as rounding
+        self._marks: Sequence[Tensor] = ()
+        self._rounding = 0.0  # the relative difference between marks that counts as rounding
 
     def note(self, parameters: Iterable[nn.Parameter]) -> None:
         """Records these parameters as the step leaves them; only these are compared before the next step."""
         watched = [p for p in parameters if not is_sharded(p)]
-        self._norms, self._rounding, self.watched = _norms(watched), 0.0, watched
+        self._marks, self._rounding, self.watched = _marks_of(watched), 0.0, watched
 
-    def norms(self) -> dict[nn.Parameter, float]:
-        """The norms recorded after the last step, to be saved; waits for the device."""
-        return dict(zip(self.watched, map(float, self._norms), strict=True))
+    def marks(self) -> dict[nn.Parameter, float]:
+        """The marks recorded after the last step, at least 0, to be saved; waits for the device."""
+        return dict(zip(self.watched, map(float, self._marks), strict=True))
 
-    def restore(self, norms: Mapping[nn.Parameter, float]) -> None:
-        """Restores saved norms, which may have been computed on another processor, in another order of summation."""
-        norms = {p: norm for p, norm in norms.items() if not is_sharded(p)}  # parameters may have been whole when saved
-        known = [torch.tensor(norm, dtype=torch.float64, device=p.device) for p, norm in norms.items()]
-        self._norms, self._rounding, self.watched = known, _ROUNDING, list(norms)
+    def restore(self, marks: Mapping[nn.Parameter, float]) -> None:
+        """Restores saved marks. Norms may have been computed on another processor, in another order of summation.
+
+        On a device where marks are computed in the other way, the next comparison finds a change.
+        """
+        marks = {p: mark for p, mark in marks.items() if not is_sharded(p)}  # parameters may have been whole when saved
+        known = [torch.tensor(mark, dtype=torch.float64, device=p.device) for p, mark in marks.items()]
+        self._marks, self._rounding, self.watched = known, _ROUNDING, list(marks)
 
     def changes(self) -> Tensor | Sequence[float]:
         """1 for each of :attr:`watched` changed since the last step, else 0, ``[n]``."""
         if not self.watched:
             return ()
         device = self.watched[0].device
-        left, now = (torch.stack([norm.to(device) for norm in norms]) for norms in (self._norms, _norms(self.watched)))
+        left, now = (torch.stack([m.to(device) for m in marks]) for marks in (self._marks, _marks_of(self.watched)))
         if self._rounding:
             return ((left - now).abs() > self._rounding * left).float()
         # ``ne`` writes numbers, not bools, because they are read with others: on a GPU this saves a launch.
@@ -91,6 +95,9 @@ class WeightWatch:
         return undone
 
 
-def _norms(parameters: list[nn.Parameter]) -> Sequence[Tensor]:
-    """The norm of each parameter, in float64, 0-dim."""
-    return torch._foreach_norm([p.detach() for p in parameters], 2, dtype=torch.float64) if parameters else ()
+def _marks_of(parameters: Sequence[nn.Parameter]) -> Sequence[Tensor]:
+    """The mark of each parameter, 0-dim: the lower bits of the sum of its weights' bits, or its norm in float64."""
+    weights = [p.detach() for p in parameters]
+    if all(w.is_cpu and w.dtype == torch.float32 for w in weights):  # there, norms in float64 take ten times as long
+        return [w.view(torch.int32).sum(dtype=torch.int32).bitwise_and(_LOWER_BITS) for w in weights]
+    return torch._foreach_norm(weights, 2, dtype=torch.float64)

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -349,10 +351,32 @@ def test_of_saved_norms_roundings_are_no_changes(is_saved: bool, difference: flo
     watch, weights = WeightWatch(), [nn.Parameter(torch.randn(30, 40, dtype=torch.float64)) for _ in range(2)]
     watch.note(weights)
     if is_saved:
-        watch.restore(watch.norms())
+        watch.restore(watch.marks())
     with torch.no_grad():
         weights[1].mul_(1 + difference)
     assert watch.changes().tolist() == [0, abs(difference) > (1e-12 if is_saved else 0)]
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+@given(seed=st.integers(0, 2**20), shape=st.lists(st.integers(1, 30), max_size=3), is_transposed=st.booleans())
+def test_in_single_precision_the_last_bit_of_one_weight_is_a_change(
+    is_saved: bool, seed: int, shape: list[int], is_transposed: bool
+) -> None:
+    """The bits are added up as integers, which no order of summation rounds."""
+    torch.manual_seed(seed)
+    watch, weights = WeightWatch(), [nn.Parameter(torch.randn(shape)) for _ in range(3)]
+    if is_transposed and len(shape) > 1:
+        weights[1].data = weights[1].data.mT
+    watch.note(weights)
+    if is_saved:
+        marks = watch.marks()
+        assert min(marks.values()) >= 0  # a saved -1 stands for none
+        watch.restore(marks)
+    assert not any(watch.changes())
+    with torch.no_grad():
+        entry = weights[1][(-1,) * len(shape)]
+        entry.copy_(torch.nextafter(entry, torch.tensor(torch.inf)))
+    assert watch.changes().tolist() == [0, 1, 0]
 
 
 @pytest.mark.parametrize("closes", [True, False])
