@@ -41,7 +41,7 @@ class _Axis:
     outputs: int
     length: int
 
-    def strips(self, distance: int) -> tuple[int, list[tuple[int, int]], dict[int, list[int]]]:
+    def strips(self, distance: int) -> tuple[int, list[tuple[int, int]], dict[int, range]]:
         """How to multiply the image with itself for all pairs of taps at one distance.
 
         The block of a pair of taps is a sum over those positions under the first tap whose partners, under the second
@@ -53,27 +53,16 @@ class _Axis:
 
         Returns:
             The distance in positions; the strips, each as its first position and last + 1 under the first tap; and, by
-            the number of the first tap, the indices of the strips in the pair's sum.
+            the number of the first tap, the positions in the pair's sum.
         """
-        reaches = self.reaches(distance)
-        strips = list(itertools.pairwise(_ends(reaches)))
-        meets = {tap: [i for i, (a, _) in enumerate(strips) if a in r] for tap, r in reaches.items()}
-        return distance * self.dilation, strips, meets
-
-    def reaches(self, distance: int) -> dict[int, range]:
-        """The positions in the sum of each pair of taps at one distance, by the number of the first tap."""
         shift = distance * self.dilation
         reaches = {}
         for tap in range(max(0, -distance), self.count - max(0, distance)):
             start = tap * self.dilation - self.padding
             first, last = max(0, -shift, start), min(self.length, self.length - shift, start + self.outputs)
             reaches[tap] = range(first, last)
-        return reaches
-
-
-def _ends(reaches: dict[int, range]) -> list[int]:
-    """Where any of some ranges begins or ends, in ascending order."""
-    return sorted({end for reach in reaches.values() if reach for end in (reach.start, reach.stop)})
+        ends = sorted({end for reach in reaches.values() if reach for end in (reach.start, reach.stop)})
+        return shift, list(itertools.pairwise(ends)), reaches
 
 
 @dataclass(frozen=True)
@@ -164,7 +153,11 @@ def _plan(windows: Windows, lengths: tuple[int, ...]) -> _Plan:
     count = 0
     for distances in (d for d in itertools.product(*(range(1 - n, n) for n in counts)) if d >= zero):
         found = [axis.strips(distance) for axis, distance in zip(axes, distances, strict=True)]
-        shifts, strips, meets = zip(*found, strict=True)
+        shifts, strips, reaches = zip(*found, strict=True)
+        meets = [  # by the number of the first tap, the indices of the strips in the pair's sum
+            {tap: [i for i, (at, _) in enumerate(of_axis) if at in reach] for tap, reach in of_taps.items()}
+            for of_axis, of_taps in zip(strips, reaches, strict=True)
+        ]
         of_distance, numbers = _products(shifts, strips, count)
         products += of_distance
         count += len(numbers)
@@ -327,5 +320,5 @@ def _work(axes: Sequence[_Axis]) -> tuple[int, int]:
 def _extents(axis: _Axis) -> list[tuple[int, int]]:
     """For each distance at which there are any, the number of strips and of positions in them; distance 0 first."""
     distances = sorted(range(1 - axis.count, axis.count), key=abs)
-    found = [ends for ends in (_ends(axis.reaches(distance)) for distance in distances) if ends]
-    return [(len(ends) - 1, ends[-1] - ends[0]) for ends in found]
+    found = [strips for _, strips, _ in map(axis.strips, distances) if strips]
+    return [(len(strips), strips[-1][1] - strips[0][0]) for strips in found]

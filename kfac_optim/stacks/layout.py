@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -27,32 +26,30 @@ Part = tuple[nn.Parameter, slice, Tensor]
 _WHOLE = slice(None)
 
 
-@dataclass
 class _Run:
     """Parameters, or slices of them that layers cover, which lie in the matrices one after the other.
 
     Concatenated along their first dimension, they are a strided part of the matrices.
 
+    Args:
+        first: The part of the matrices where the first parameter lies.
+
     Attributes:
         parameters: The parameters.
         indices: The slice of each parameter.
         lengths: The lengths of the slices in the first dimension.
+        length: The sum of ``lengths``.
         shape: The shape of the slices in the other dimensions.
         stride: The stride of the run's part of the matrices.
         offset: The index of the run's first number in the matrices.
-        length: The sum of ``lengths``.
     """
 
-    parameters: list[nn.Parameter]
-    indices: list[slice]
-    lengths: list[int]
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    length: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.length = sum(self.lengths)
+    def __init__(self, first: Tensor) -> None:
+        self.parameters: list[nn.Parameter] = []
+        self.indices: list[slice] = []
+        self.lengths: list[int] = []
+        self.length, self.shape, self.stride = 0, first.shape[1:], first.stride()
+        self.offset = int(first.storage_offset())
 
     def is_followed_by(self, part: Tensor) -> bool:
         """Whether a part of the matrices lies where the next parameter of the run would."""
@@ -154,12 +151,10 @@ class Layout:
             self._unused -= sum(part.numel() for part in parts)
             places = zip(layer.parameters, (_WHOLE, layer.bias_part), parts, strict=False)
             for kind, (p, index, part) in enumerate(places):
-                if kind in growing and growing[kind].is_followed_by(part):
-                    growing[kind].append(p, index, len(part))
-                else:
-                    offset = int(part.storage_offset())
-                    growing[kind] = _Run([p], [index], [len(part)], part.shape[1:], part.stride(), offset)
+                if kind not in growing or not growing[kind].is_followed_by(part):
+                    growing[kind] = _Run(part)
                     self._runs.append(growing[kind])
+                growing[kind].append(p, index, len(part))
 
     def memory_view(self, matrices: Tensor) -> Tensor:
         """Matrices ``[p, d_out, d_in]`` as they lie in memory: transposed if the weights are; also the way back."""
@@ -196,7 +191,8 @@ class Layout:
             elif len(given) == len(run.parameters):
                 run.fill(whole, vectors)
             else:
-                run.fill_in_part(whole, vectors)
+                for part, vector in given:
+                    part.copy_(vector)
         self._fill_computed(whole, vectors)
         return deferred
 
