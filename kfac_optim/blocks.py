@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .damping import Damping, kind_of, unit_of
 from .distributed import LayerAssignment
-from .factors import FactorSpec, numbers_of
+from .factors import FactorSpec
 from .layers import KroneckerLayer
 from .snapshots import (
     CONSTRAINED,
@@ -198,7 +198,7 @@ class Block:
         for source, snapshot in self.state.items():
             for side, name in enumerate(SIDES):
                 kept, average = self.workers.keeps(side, rank), whole[source][name]
-                snapshot[name] = average if kept else numbers_of(average)
+                snapshot[name] = average if kept else {"weight": average["weight"], "trace": average["trace"]}
         self.kept_by = self.workers
 
     def note_rows(self, rows: float) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .common.tensor_cache import tensor_cache
 
-__all__ = ["Average", "FactorSpec", "copy_average_", "numbers_of", "pack", "read", "unpack", "write_"]
+__all__ = ["Average", "FactorSpec", "copy_average_", "pack", "read", "unpack", "write_"]
 
 
 _INDEXED = 1024  # matrices of up to so many rows are packed by an index, which is kept for each size
@@ -246,11 +246,6 @@ def write_(average: Average, value: Tensor) -> None:
         average["scale"].copy_(scale)
         value = value / torch.where(scale > 0, scale, 1.0)
     average["value"].copy_(value)
-
-
-def numbers_of(average: Average) -> Average:
-    """A running average without its factor, as ranks have it that do not keep the factor."""
-    return {"weight": average["weight"], "trace": average["trace"]}
 
 
 def copy_average_(target: Average, source: Average) -> None:

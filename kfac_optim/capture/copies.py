@@ -36,7 +36,7 @@ class StateWithoutHooks:
     """
 
     def __init__(self, module: nn.Module, kind: type) -> None:
-        self._module, self._kind, self._users = weakref.ref(module), kind, 0
+        self._module, self._kind = weakref.ref(module), kind
 
     def __call__(self) -> Any:
         """The module's state as its class gives it, in new dictionaries without the hooks."""
@@ -59,28 +59,24 @@ class StateWithoutHooks:
                     state[changed] = type(entries)((n, entry) for n, entry in entries.items() if n not in ours)
         return state
 
-    def share(self) -> StateWithoutHooks:
-        """Counts one more user."""
-        self._users += 1
-        return self
-
     def remove(self) -> None:
-        """Counts one user less; after the last one, the module's state is that of its class again."""
-        self._users -= 1
+        """Gives the module the state of its class again, once it has no hook of the kind any more."""
         module = self._module()
-        if self._users == 0 and module is not None and vars(module).get("__getstate__") is self:
+        if module is None or vars(module).get("__getstate__") is not self:
+            return
+        if not any(isinstance(hook, self._kind) for name in _HOOKS for hook in vars(module)[name].values()):
             del vars(module)["__getstate__"]
 
 
 def leave_hooks_behind(module: nn.Module, kind: type) -> StateWithoutHooks | None:
-    """Keeps hooks of a type out of copies and pickles of a module, until ``remove()`` of the result is called.
+    """Keeps hooks of a type out of copies and pickles of a module, until they and then the result are removed.
 
     Modules that define how they are copied, and scripted ones, are left alone: None is returned.
     """
     if hasattr(type(module), "__deepcopy__") or isinstance(module, torch.jit.ScriptModule):
         return None
     present = vars(module).setdefault("__getstate__", StateWithoutHooks(module, kind))
-    return present.share() if isinstance(present, StateWithoutHooks) else None
+    return present if isinstance(present, StateWithoutHooks) else None
 
 
 class _StateTaker:

@@ -65,7 +65,7 @@ class FirstHook(Hook):
         if self.owner is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             refuse_cuda_graphs()
             if self.method == "_on_layer_call" and (capture := self.owner()) is not None:
-                capture.signs.frozen.note_call(capture.layers[self.args[0]], *args[1:3])
+                capture.signs.note_call(capture.layers[self.args[0]], *args[1:3])
         return super().__call__(*args)
 
 

@@ -9,7 +9,8 @@ the optimizer clears these (:class:`Leftover`). That shows before every step, bu
 
 Many GANs freeze their discriminator while the generator trains through it (``requires_grad_(False)``, Lightning's
 ``toggle_optimizer()``). It then gets no gradients that could be thrown away; the passes themselves are seen instead
-(:class:`FrozenPasses`), before every step, because the generator may train in few of them. They count as both signs.
+(:meth:`GameSigns.note_call`), before every step, because the generator may train in few of them. They count as both
+signs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ..layers import KroneckerLayer
 from .graphs import leaves_of, nodes_reached
 from .microbatch import BackwardPasses
 
-__all__ = ["FrozenPasses", "Leftover", "GameSigns"]
+__all__ = ["GameSigns", "Leftover"]
 
 _NUMBERS = itertools.count(1)
 
@@ -40,58 +41,26 @@ class Leftover:
         gradient: Its gradient after the step, which gets a number as an attribute. No reference to the gradient is
             kept, not even a weak one: torch could not swap it then, as ``model.to()`` does under
             ``torch.__future__.set_swap_module_params_on_conversion(True)``. Attributes are swapped as well.
-
-    Attributes:
-        has_grown: Whether another backward pass has added to the gradient.
     """
 
     def __init__(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        self.has_grown = False
+        self._additions: set[int] = set()  # the hook's, which must not refer to this object
         if parameter.requires_grad:
-            self._number, of_self = next(_NUMBERS), weakref.ref(self)
-            gradient._kfac_left = self._number  # type: ignore[attr-defined]
-            handle = parameter.register_post_accumulate_grad_hook(lambda p: _note(of_self, p))
+            number, additions = next(_NUMBERS), self._additions
+            gradient._kfac_left = number  # type: ignore[attr-defined]
+
+            def on_gradient_added(parameter: Tensor) -> None:
+                if getattr(parameter.grad, "_kfac_left", 0) == number:
+                    additions.add(number)
+
+            handle = parameter.register_post_accumulate_grad_hook(on_gradient_added)
             # Not in __del__: when a cycle is collected, the handle has lost its hooks by then.
             weakref.finalize(self, handle.remove)
 
-    def on_gradient_added(self, parameter: Tensor) -> None:
-        """Called when a backward pass has added to the gradient of the parameter."""
-        self.has_grown |= getattr(parameter.grad, "_kfac_left", 0) == self._number
-
-
-def _note(leftover: weakref.ref[Leftover], parameter: Tensor) -> None:
-    known = leftover()
-    if known is not None:
-        known.on_gradient_added(parameter)
-
-
-class FrozenPasses:
-    """Notes layers that *serve*: other parameters train through them while they are frozen.
-
-    Compiled networks, re-entrant checkpoints and layers of attention are not searched.
-
-    Attributes:
-        served: The layers that have served.
-    """
-
-    def __init__(self) -> None:
-        self.served: set[KroneckerLayer] = set()
-        self._serves: bool | None = None  # found from the first frozen layer, because walks from each take too long
-
-    def note_call(self, layer: KroneckerLayer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Notes a call of a layer, which serves if it is frozen and parameters have made its input.
-
-        It does not serve if gradients end at a tensor other than a parameter, as for an adversarial example.
-        """
-        if layer.weight.requires_grad or self._serves is False or layer in self.served:
-            return
-        a = args[0] if args else next(iter(kwargs.values()), None)
-        if not isinstance(a, Tensor) or not a.requires_grad:
-            return
-        if self._serves is None:
-            self._serves = any(isinstance(leaf, nn.Parameter) for leaf in leaves_of(nodes_reached([a.grad_fn])))
-        if self._serves:
-            self.served.add(layer)
+    @property
+    def has_grown(self) -> bool:
+        """Whether another backward pass has added to the gradient."""
+        return bool(self._additions)
 
 
 class GameSigns:
@@ -100,20 +69,38 @@ class GameSigns:
     Args:
         captured: Whether captured gradients were.
         added: Whether gradients were that had been added to those that the step has left.
-
-    Attributes:
-        frozen: The passes since the last step in which layers were frozen.
     """
 
     def __init__(self, *, captured: bool = False, added: bool = False) -> None:
         self._captured, self._added = captured, added
         self._leftover: Leftover | None = None
         self._passes: weakref.ref[BackwardPasses] | None = None  # weak, because they hold this object
-        self.frozen = FrozenPasses()
+        self._forget_calls()
+
+    def _forget_calls(self) -> None:
+        self._served: set[KroneckerLayer] = set()  # the layers that have served since the last step
+        self._serve: bool | None = None  # found from the first frozen layer, because walks from each take too long
 
     def watch(self, passes: BackwardPasses) -> None:
         """Starts to watch the passes that new hooks see."""
-        self._passes, self.frozen = weakref.ref(passes), FrozenPasses()
+        self._passes = weakref.ref(passes)
+        self._forget_calls()
+
+    def note_call(self, layer: KroneckerLayer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Notes a call of a layer, which *serves* if it is frozen and parameters have made its input.
+
+        It does not serve if gradients end at a tensor other than a parameter, as for an adversarial example. Compiled
+        networks, re-entrant checkpoints and layers of attention are not searched.
+        """
+        if layer.weight.requires_grad or self._serve is False or layer in self._served:
+            return
+        a = args[0] if args else next(iter(kwargs.values()), None)
+        if not isinstance(a, Tensor) or not a.requires_grad:
+            return
+        if self._serve is None:
+            self._serve = any(isinstance(leaf, nn.Parameter) for leaf in leaves_of(nodes_reached([a.grad_fn])))
+        if self._serve:
+            self._served.add(layer)
 
     def note_left(self, gradients: Mapping[nn.Parameter, Tensor] | None) -> None:
         """Starts to watch the gradients that a step leaves in ``.grad``; None or empty: there are none."""
@@ -133,10 +120,11 @@ class GameSigns:
 
         Layers that have served count if they train in this step.
         """
-        weights = [layer.weight for layer in self.frozen.served]
+        weights = [layer.weight for layer in self._served]
         served = any(weight.requires_grad and weight.grad is not None for weight in weights)
         found = self._captured or served, self._added or served
-        self._captured, self._added, self.frozen = False, False, FrozenPasses()
+        self._captured = self._added = False
+        self._forget_calls()
         return found
 
     @property
@@ -150,12 +138,13 @@ class GameSigns:
     @property
     def if_resumed(self) -> tuple[bool, bool]:
         """What :meth:`take` finds in a resumed run, which has lost the gradients of all passes since the last step."""
-        (captured, added), served = self._if_cleared, bool(self.frozen.served)
+        (captured, added), served = self._if_cleared, bool(self._served)
         return captured or served, added or served
 
     def restore(self, *, captured: bool, added: bool) -> None:
         """Goes on from a saved state; what was seen before is forgotten."""
-        self._captured, self._added, self._leftover, self.frozen = captured, added, None, FrozenPasses()
+        self._captured, self._added, self._leftover = captured, added, None
+        self._forget_calls()
 
     def __getstate__(self) -> dict[str, Any]:
         """The state to copy or pickle: hooks stay behind, and what was captured is lost."""

@@ -91,7 +91,8 @@ class StackSolver:
         of_dtype = [gamma.to(self.dtype) for gamma in gammas]
         if joint is None:
             of_stacks = zip(stacks, gradients.tensors, of_dtype, strict=True)
-            directions = Matrices([self._applied(*of_stack) for of_stack in of_stacks], gradients.groups)
+            found = [precondition(self.solver, v, stack.current_tiles, gamma) for stack, v, gamma in of_stacks]
+            directions = Matrices(found, gradients.groups)
         else:
             directions = gradients.empty()
             joint.precondition(gradients.tensors, value, directions.tensors)
@@ -110,11 +111,6 @@ class StackSolver:
         (flat,) = self._storage.several(1, self.dtype)
         fill_all([stack.layout for stack in stacks], vectors, flat.tensors)
         return flat
-
-    def _applied(self, stack: Stack, gradient: Tensor, gamma: Tensor) -> Tensor:
-        """The preconditioned matrices of a stack; a buffer for them if a gradient worker will send them."""
-        tiles = stack.current_tiles
-        return precondition(self.solver, gradient, tiles, gamma) if tiles else torch.empty_like(gradient)
 
     def _largest(self, stacks: Sequence[Stack], gammas: Sequence[Tensor], contrast: float) -> Tensor:
         """``L + gamma`` of each pair, ``[pairs]``, divided by gamma if there are no ``gammas``."""

@@ -74,7 +74,8 @@ def precondition(solver: Solver, gradient: Tensor, tiles: Sequence[Tile], gamma:
     Args:
         solver: The solver.
         gradient: ``[p, d_out, d_in]``; the result lies in memory as it does.
-        tiles: The tiles, whose decompositions are converted to the gradient's dtype.
+        tiles: The tiles, whose decompositions are converted to the gradient's dtype. If there are none, because another
+            rank will send the result, it is uninitialised.
         gamma: The damping of each pair, ``[p]``.
     """
     if len(tiles) == 1:
