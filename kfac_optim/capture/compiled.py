@@ -85,7 +85,6 @@ class CompiledCalls:
             call = self.calls.last
         elif call is None:
             self.passes.require_alone()
-            self.passes.abandon()  # left behind by a backward pass that raised
             if self._running is not None and self._running.is_of_other_thread:
                 raise RuntimeError(CONCURRENT)
             call = self._running = self._running or ModelCall(thread=threading.current_thread())

@@ -8,10 +8,9 @@ These methods change the state of a model call (``calls.py``)::
 
 and these change the state of a micro-batch (``microbatch.py``)::
 
-    _on_model_call_start   a new call starts outside a backward pass: abandons an open micro-batch, which was left
-                           behind by a backward pass that raised
-    _on_output_gradient    the backward pass has reached the model's output: opens a micro-batch
-    record_output_gradient (of BackwardPasses) the gradient of a layer's output has arrived: opens one, adds to it
+    _on_output_gradient    the backward pass has reached the model's output: opens a micro-batch, and abandons the last
+                           one if its backward pass has raised
+    record_output_gradient (of BackwardPasses) the gradient of a layer's output has arrived: likewise, and adds to it
     _on_backward_end       (of BackwardPasses) the backward pass has ended: counts its micro-batch
 
 For the sampled Fisher, ``sampling.py`` comes between the model's output and the micro-batch. While a graph is traced,
@@ -186,7 +185,6 @@ class Capture:
         elif (call := self._calls.enter(module, module.forward)) is not None:
             if not in_backward():
                 self._passes.require_alone()
-                self._passes.abandon()
             self._uses.forget_calls()
             # M is needed now: the backward pass may begin before the call returns, or an exception may end the call.
             call.set_terms(self._loss_terms.of_inputs(args, kwargs))

@@ -7,8 +7,8 @@ A micro-batch is one backward pass. Its states::
     open      every pair (input, output gradient) of a layer is added to the micro-batch
       -> counted    the backward pass has ended: its moments are added to the step's, with weight 0 if one of them is
                     not finite (the decision stays on the device; the flags are read once, in ``step()``)
-      -> abandoned  the pass raised and the next model call starts, or the step's statistics are discarded between two
-                    passes
+      -> abandoned  the pass raised and another one reaches a layer or the output, or the step's statistics are
+                    discarded between two passes
 
 ``gradients.py`` says which of the counted micro-batches still belong to the step when it is taken.
 """
@@ -297,10 +297,6 @@ class BackwardPasses:
     def _remember_gradients(self) -> None:
         self._watch.remember({**self.statistics.sums, **self.to_caller.sums})
 
-    def abandon(self) -> None:
-        """Forgets the open micro-batch: its backward pass raised, or its moments are no longer wanted."""
-        self._batch = None
-
     def take(self) -> TakenStatistics:
         """The statistics of the step that is being taken; :meth:`discard` has to follow."""
         seen, transformed = self.model_seen and not self.transformed, self.transformed
@@ -313,4 +309,4 @@ class BackwardPasses:
         self.hidden, self.transformed, self.model_seen = set(), False, False
         self._watch.remember(())
         if not in_backward():
-            self.abandon()
+            self._batch = None  # of a pass that raised
