@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,11 +58,6 @@ class Averaging(Counted):
     def clear(self) -> None:
         """Forgets the moments that have not been pooled."""
         self._pending: dict[Block, tuple[PendingUpdate, PendingUpdate]] = {}  # of A and of G
-
-    def load(self, counters: Mapping[str, Any]) -> None:
-        """Restores saved counters, and forgets the moments."""
-        super().load(counters)
-        self.clear()
 
     def fold(
         self,

@@ -83,7 +83,7 @@ def _turn_and_stretch(
     reaches: Mapping[nn.Parameter, float],
 ) -> None:
     """Turns and stretches the base class's step; records what the next step learns from, if trust is learned."""
-    if directions.are_none:
+    if not directions.scaled and directions.exchange is None:  # on any rank
         return
     if not plan.learns:
         _subtract(_changes_of(covered, directions.laid_out(changes_at(directions.scaled, plan.trust))))

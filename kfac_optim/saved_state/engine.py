@@ -113,6 +113,7 @@ def load_checked(stages: Stages, states: Mapping[nn.Parameter, State], counters:
         if saved is not None:
             _copy_state(block.state, saved)
     stages.averaging.load(counters)
+    stages.averaging.clear()
     stages.steering.load(counters)
     refresher.resume(counters, blocks, comm.rank)
     if states and not stages.closed:

@@ -67,11 +67,6 @@ class Directions:
     dtype: torch.dtype
     exchange: ShardExchange | None = None
 
-    @property
-    def are_none(self) -> bool:
-        """Whether there are no directions, on any rank."""
-        return not self.scaled and self.exchange is None
-
     @cached_property
     def _has_shards(self) -> bool:
         """Whether some parameters are laid out over several ranks."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -64,9 +63,8 @@ class StackSolver:
         old = [s for s in stacks if s.tiles and (s.relevant is None or s.relevant[0] != floor)]
         given = [(*t.decomposed, (floor * s.damping_unit).to(self.dtype)) for s in old for t in s.tiles]
         counts = [solver.count_relevant(*of_tile) for of_tile in given]
-        found = iter(torch.cat([count.to(counts[0].device) for count in counts]).tolist() if counts else ())
-        lengths = [len(count) for count in counts]
-        parts = (solver.relevant(*t, list(islice(found, n))) for t, n in zip(given, lengths, strict=True))
+        found = torch.stack([count.to(counts[0].device) for count in counts]).tolist() if counts else []
+        parts = (solver.relevant(*of_tile, of_sides) for of_tile, of_sides in zip(given, found, strict=True))
         for stack in old:
             stack.note_relevant(floor, [replace(tile, decomposed=next(parts)) for tile in stack.tiles])
 

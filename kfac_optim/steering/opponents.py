@@ -213,7 +213,6 @@ class Opposition(Counted, captured_lost=Counter(False, 1), added_lost=Counter(Fa
     def load(self, counters: Mapping[str, Any]) -> None:
         """Restores saved counters."""
         super().load(counters)
-        self.opposes = None if self.opposes is None else bool(self.opposes)
         self._added, self._taken_if_alone = False, OPPONENTS.taken
         captured, added = (bool(counters.get(name)) for name in ("captured_lost", "added_lost"))
         self._signs.restore(captured=captured, added=added)
