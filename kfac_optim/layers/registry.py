@@ -18,8 +18,9 @@ _FACTORIES: dict[type[nn.Module] | str, LayerFactory] = {}
 def register_layer(*module_types: type[nn.Module] | str) -> Callable[[Any], Any]:
     """A decorator that registers how modules of some types become Kronecker layers.
 
-    It decorates a :class:`KroneckerLayer` subclass, or any ``factory(name, module, options)`` that returns one layer or
-    several. The registration also holds for subclasses of the types that do not override ``forward``.
+    It decorates a :class:`KroneckerLayer` subclass, or any ``factory(name, module, options)`` that returns one layer,
+    or several with names of their own. The registration also holds for subclasses of the types that do not override
+    ``forward``.
 
     Args:
         *module_types: Module classes, or qualified names of classes whose package should not be imported for this, such

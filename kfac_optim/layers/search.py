@@ -206,6 +206,12 @@ def _layers_of(name: str, module: nn.Module, options: LayerOptions) -> tuple[Seq
     except Declined as declined:
         return (), str(declined)
     layers = (made,) if isinstance(made, KroneckerLayer) else tuple(made)
+    names = [layer.name for layer in layers]
+    if len(set(names)) < len(names):
+        raise ValueError(
+            f"the layers of {name!r} ({type(module).__name__}) are named {', '.join(map(repr, names))}: the function "
+            "given to register_layer has to give each a name of its own"
+        )
     for layer in layers if note else ():
         layer.notes.append(note)
     return layers, ""

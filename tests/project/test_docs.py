@@ -13,6 +13,7 @@ import importlib.util
 import os
 import re
 import socket
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -280,6 +281,35 @@ def test_a_linear_whose_input_differs() -> None:
     ):
         assert_near(factor, wanted, name)
     assert_same_weights(new[0], old[1])
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("weight_sharing", ["expand", "reduce"])
+def test_two_layers_of_one_module_equal_two_linears(weight_sharing: str) -> None:
+    low_rank = extending()["LowRank"](5, 2, 4)
+    linears = nn.Sequential(OrderedDict(down=nn.Linear(5, 2, bias=False), up=nn.Linear(2, 4, bias=False)))
+    linears.load_state_dict({f"{name}.weight": value for name, value in low_rank.state_dict().items()})
+    new, old = nn.Sequential(low_rank, nn.Tanh()), nn.Sequential(linears, nn.Tanh())
+    options: dict[str, Any] = {**EXACT, "lr": 0.1, "damping": 0.1, "weight_sharing": weight_sharing}
+    optimizers = [KFACSGD(model, **options) for model in (new, old)]
+    for _ in range(4):
+        inputs, classes = torch.randn(7, 3, 5), torch.randint(4, (7,))
+        for model, optimizer in zip((new, old), optimizers, strict=True):
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs).mean(1), classes).backward()
+            optimizer.step()
+    assert_same_factors(*optimizers)
+    for p, q in zip(new.parameters(), old.parameters(), strict=True):
+        assert_near(p.detach(), q.detach(), rel=1e-10)
+
+
+def test_two_layers_of_one_name_are_refused() -> None:
+    """They would be one in the state of an engine."""
+    names = extending()
+    module_type = type("OwnLowRank", (names["LowRank"],), {})
+    register_layer(module_type)(lambda name, *given: [names[f"{side}Layer"](name, *given) for side in ("Down", "Up")])
+    with pytest.raises(ValueError, match="layers of '0' .OwnLowRank. are named '0', '0': .* each a name of its own"):
+        KFACSGD(nn.Sequential(module_type(5, 2, 4)), lr=0.1)
 
 
 # A solver ------------------------------------------------------------------------------------------------------------
