@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from ..bases.state_keys import LAYER_STATE, PREFIX, is_of_base
 from .checks import checksums
@@ -90,8 +91,9 @@ def _kinds(optimizer: Any, group: dict[str, Any], base_step: Callable[[Any], Any
     small = [torch.ones(_SMALL[:n], dtype=p.dtype, device=p.device) for n, p in dims.items()]
     for tensor in small:
         tensor.requires_grad_().grad = torch.ones_like(tensor)
+    options = tree_map_only(Tensor, torch.clone, {**group, "params": ()})  # which the step may change in place
     probe = object.__new__(type(optimizer))
-    probe.__dict__.update(optimizer.__dict__, state=defaultdict(dict), param_groups=[{**group, "params": small}])
+    probe.__dict__.update(optimizer.__dict__, state=defaultdict(dict), param_groups=[{**options, "params": small}])
     try:
         base_step(probe)
     except Exception:  # the step does not know the saved options, or a kernel does not take such tensors

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from kfac_optim import KFACLAMB, KFACSGD, Graft, KFACAdam, KFACAdamW
+from kfac_optim import KFACLAMB, KFACSGD, Graft, KFACAdam, KFACAdamW, KFACMixin
 from tests.helpers.bases import KFACAdagrad, KFACRMSprop
 from tests.helpers.compare import assert_identical
 
@@ -174,6 +174,32 @@ def test_entries_of_a_wrapper_are_loaded() -> None:
     again = made("Adam")[1]
     again.load_state_dict({**saved, "state": {**saved["state"], "wrapper": own}})
     assert again.state["wrapper"] == own
+
+
+class Totals(torch.optim.SGD):
+    """Keeps a tensor in its groups that every step changes in place, as Prodigy of pytorch_optimizer does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group.setdefault("total", torch.zeros(())).add_(sum(p.grad.sum() for p in group["params"]))
+        return super().step(closure)
+
+
+class KFACTotals(KFACMixin, Totals):
+    pass
+
+
+def test_tensors_of_groups_are_loaded_as_they_were_saved() -> None:
+    """Loading tries a step of the base class, to see what it keeps; that one counts nowhere."""
+    model, _ = made("Adam")
+    optimizer = KFACTotals(model, lr=0.1)
+    step(model, optimizer, 0)
+    saved, total = optimizer.state_dict(), optimizer.param_groups[0]["total"].clone()
+    again = KFACTotals(made("Adam")[0], lr=0.1)
+    again.load_state_dict(saved)
+    assert torch.equal(saved["param_groups"][0]["total"], total)
+    assert torch.equal(again.param_groups[0]["total"], total)
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "state"])
