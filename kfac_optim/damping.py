@@ -125,7 +125,7 @@ def check_damping(name: str, given: object) -> object:
     if not is_class and hasattr(given, "unit") and hasattr(given, "value"):
         return given
     if is_class or not (is_number(given) or callable(given)):
-        allowed = "a number > 0, a callable(step), OfMean(...) or OfLargest(...)"
+        allowed = "a number > 0, a callable(step), OfMean(...), OfLargest(...) or an object that has value and unit()"
         raise TypeError(f"{name}={given!r}: must be {allowed}, not {type(given).__name__}")
     if is_number(given) and not is_positive(given):
         raise ValueError(f"{name}={given!r}: must be > 0 and finite, or a callable(step)")

@@ -108,7 +108,8 @@ def instance(names: Mapping[Any, Any], *methods: str, kind: type = object) -> Ch
             raise ValueError(f"{name}={value!r}: must be {allowed}")
         has_all = all(callable(getattr(value, method, None)) for method in methods)
         if isinstance(value, type) or not (isinstance(value, kind) and has_all):
-            raise TypeError(f"{name}={value!r}: must be {allowed}")
+            meant = f"; did you mean {value.__name__}()?" if isinstance(value, type) else ""
+            raise TypeError(f"{name}={value!r}: must be {allowed}{meant}")
         return value
 
     return check
