@@ -156,7 +156,7 @@ def _checked(solver: Solver, factor: Tensor, result: Decomposition, stored: Call
     # The stored form is checked: a retry computes in float64, and a number that is finite there may not be in float32.
     checks = [(part.isfinite().all(), "the result is not finite") for part in kept]
     if isinstance(solver, EigenSolver):
-        checks.append((solver.is_valid(result), "the result is no decomposition"))
+        checks.append((solver.is_valid(result), "eigenvectors are not orthonormal"))
     return _Attempt(kept, checks)
 
 

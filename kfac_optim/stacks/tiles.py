@@ -79,20 +79,25 @@ def precondition(solver: Solver, gradient: Tensor, tiles: Sequence[Tile], gamma:
         gamma: The damping of each pair, ``[p]``.
     """
     if len(tiles) == 1:
-        found = solver.precondition(gradient, *_converted(gradient.dtype, tiles[0]), gamma)
+        found = _applied(solver, gradient, tiles[0], gamma)
         return found if found.stride() == gradient.stride() else torch.empty_like(gradient).copy_(found)
     direction = torch.empty_like(gradient)
     for tile in tiles:
         part, (missing_rows, missing_columns) = gradient[:, tile.rows, tile.columns], tile.missing
-        padded = F.pad(part, (0, missing_columns, 0, missing_rows))
-        found = solver.precondition(padded, *_converted(gradient.dtype, tile), gamma)
+        found = _applied(solver, F.pad(part, (0, missing_columns, 0, missing_rows)), tile, gamma)
         direction[:, tile.rows, tile.columns] = found[:, : part.shape[1], : part.shape[2]]
     return direction
 
 
-def _converted(dtype: torch.dtype, tile: Tile) -> tuple[Decomposition, Decomposition]:
-    """The decompositions of a tile, converted to ``dtype``."""
+def _applied(solver: Solver, gradient: Tensor, tile: Tile, gamma: Tensor) -> Tensor:
+    """The preconditioned gradient of one tile."""
     a, g = tile.decomposed
-    if all(part.dtype == dtype for part in (*a, *g)):
-        return a, g
-    return tuple(part.to(dtype) for part in a), tuple(part.to(dtype) for part in g)
+    if any(part.dtype != gradient.dtype for part in (*a, *g)):
+        a, g = (tuple(part.to(gradient.dtype) for part in side) for side in (a, g))
+    found = solver.precondition(gradient, a, g, gamma)
+    if (found.shape, found.dtype) != (gradient.shape, gradient.dtype):
+        raise ValueError(
+            f"solver={solver!r}: precondition() has returned a {found.dtype} tensor of the shape {tuple(found.shape)} "
+            f"for a {gradient.dtype} gradient of the shape {tuple(gradient.shape)}: must be of the same kind"
+        )
+    return found

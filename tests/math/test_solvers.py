@@ -184,6 +184,26 @@ def test_a_solver_of_ones_own_may_damp_late(unit: Callable[..., Any], spread: in
         assert_near(p.detach(), q.detach())
 
 
+WRONG: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "narrow": (lambda v: v[..., :1], r"float64 tensor of the shape \(1, 2, 1\)"),  # it would be broadcast
+    "half": (lambda v: v.to(torch.bfloat16), r"bfloat16 tensor of the shape \(1, 2, 4\)"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("block", [None, 2], ids=["whole", "in blocks"])
+def test_what_a_solver_returns_has_to_be_like_the_gradient(block: int | None, wrong: str) -> None:
+    solver, (change, found) = UndampedSolver(), WRONG[wrong]
+    found = found if block is None or wrong == "narrow" else found.replace("4", "2")
+    right = solver.precondition
+    solver.precondition = lambda *given: change(right(*given))  # type: ignore[method-assign]
+    model = nn.Sequential(nn.Linear(3, 2))
+    optimizer = KFACSGD(model, **EXACT | {"solver": solver, "max_factor_dim": block})
+    backward(model, [((torch.randn(4, 3),), torch.randn(4, 2))], mean_loss)
+    with pytest.raises(ValueError, match=rf"solver=.*UndampedSolver.*: precondition\(\) has returned a torch.{found}"):
+        optimizer.step()
+
+
 class Doubled(EigenSolver):
     """Its directions are twice as long."""
 

@@ -335,6 +335,31 @@ def test_the_solver_equals_explicit_inverses(damping: float, relative: bool) -> 
     assert_applied(oracle, apply(model, optimizer), directions, gradients)
 
 
+def matrix(weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.cat((weight, bias[:, None]), dim=1).detach().clone()
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("negligible", [0.0, 0.01])
+def test_with_leading_eigenvalues_the_others_count_as_zero(negligible: float) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    solver = extending()["Leading"](negligible, count=3)
+    optimizer = KFACSGD(model, **EXACT | {"lr": 0.3, "damping": 1e-3, "solver": solver})
+    backward(model, [((torch.randn(9, 6),), torch.randn(9, 2))], LOSS)
+    before = [matrix(*layer.parameters) for layer in optimizer.curvature.layers]
+    optimizer.step()
+    for layer, old in zip(optimizer.curvature.layers, before, strict=True):
+        kept = []
+        for (factor,) in optimizer.curvature.factors(layer):
+            values, vectors = torch.linalg.eigh(factor)
+            values[:-3] = 0
+            kept.append(vectors @ values.diag() @ vectors.T)
+        fisher, gradient = torch.kron(kept[1], kept[0]), matrix(*(p.grad for p in layer.parameters))
+        direction = torch.linalg.solve(fisher + 1e-3 * torch.eye(len(fisher)), gradient.flatten())
+        moved = (matrix(*layer.parameters) - old).flatten()
+        assert_near(moved, -0.3 * direction, layer.name, rel=1e-10 if negligible == 0 else negligible)
+
+
 # A strategy ----------------------------------------------------------------------------------------------------------
 
 
