@@ -289,6 +289,8 @@ def signature(
 ) -> inspect.Signature:
     """The signature of a constructor, with more parameters and its ``**options`` spelt out.
 
+    Raises TypeError if the constructor has a parameter of one of these names itself.
+
     Args:
         function: The constructor.
         *more: The parameters that come before the options.
@@ -296,8 +298,13 @@ def signature(
     """
     given = inspect.signature(function).parameters.values()
     own = [p for p in given if p.name != "self" and p.kind is not inspect.Parameter.VAR_KEYWORD]
-    spelt = [p.replace(default=(defaults or {}).get(name, p.default)) for name, p in options().items()]
-    return inspect.Signature([*own, *more, *spelt])
+    added = [*more, *(p.replace(default=(defaults or {}).get(name, p.default)) for name, p in options().items())]
+    if taken := [p.name for p in own if any(p.name == other.name for other in added)]:
+        raise TypeError(
+            f"{function.__qualname__} has an argument {taken[0]!r}, as K-FAC has: rename it in a subclass, or put a "
+            "CurvatureEngine in front of the optimizer in the place of KFACMixin"
+        )
+    return inspect.Signature([*own, *added])
 
 
 def describe() -> str:

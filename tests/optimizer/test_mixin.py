@@ -159,6 +159,15 @@ def test_an_optimizer_in_front_of_the_mixin_is_refused(mixin: type) -> None:
         type("Mine", (torch.optim.RMSprop, mixin), {})
 
 
+@pytest.mark.parametrize("name", ["model", "damping"])
+def test_a_base_class_with_an_argument_of_the_same_name_is_refused(name: str) -> None:
+    """AdamMini of pytorch_optimizer takes the model, BSAM a damping."""
+    names: dict[str, Any] = {"torch": torch}
+    exec(f"class Own(torch.optim.SGD):\n    def __init__(self, params, {name}=None): super().__init__(params)", names)
+    with pytest.raises(TypeError, match=rf"Own.__init__ has an argument '{name}', .* put a CurvatureEngine in front"):
+        type("KFACOwn", (KFACMixin, names["Own"]), {})
+
+
 def test_an_optimizer_that_hands_over_may_be_in_front_of_the_mixin() -> None:
     class Counting(torch.optim.Optimizer):
         steps = 0
