@@ -318,7 +318,7 @@ class KFACMixin(_Optimizer):
 
     def _in_saved_form(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         stages = self.curvature.stages
-        turned = stages.trained.covered() if stages.plan().learns and not stages.closed else ()
+        turned = stages.trained.covered() if stages.plan().learns else ()
         return with_checksums(records.saved_form(state_dict, self, turned, stages.steering.watch.marks()))
 
     @torch.inference_mode(False)  # tensors made in inference mode could not be changed in place later

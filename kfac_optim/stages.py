@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -203,7 +204,10 @@ class Stages:
 
     def plan(self) -> Plan:
         """How the base optimizer's step is changed: the step in progress or, between steps, the coming one."""
-        return self.steering.plan(self.blocks, self.progress.step, self.config)
+        plan = self.steering.plan(self.blocks, self.progress.step, self.config)
+        if not self.closed:
+            return plan
+        return replace(plan, trust=0.0, learns=False, computes=False, repeats=False, stretches=False)
 
     @property
     def is_opposed(self) -> bool:

@@ -185,7 +185,9 @@ def overview(engine: Staged) -> str:
         title += f", trust {plan.trust:.1f}" if plan.learns else ""
         if plan.stretches:
             title += f", reach up to {largest:.2g}" if largest > LEAST else ", not stretched"
-    if stages.is_opposed:
+    if stages.closed:
+        title += ", closed: steps are the base class's own"
+    elif stages.is_opposed:
         title += ", steps left to the base optimizer: two networks seem to train against each other"
     remarks = []
     if not stages.ranks.alone:
@@ -193,7 +195,7 @@ def overview(engine: Staged) -> str:
         remarks.append(f"rank {comm.rank} of {comm.world_size}, load of the decompositions: {balance}")
     pace = stages.refresher.pace
     interval = pace.interval(config, at)
-    if interval > config.at("inv_update_steps", at):
+    if interval > config.at("inv_update_steps", at) and not stages.closed:
         first = f", from step {interval} on" if stages.refresher.frozen_at is None else ""
         remarks.append(f"a refresh is as much work as {pace.work} steps: one in {interval} steps{first}")
     return "\n".join((title, *_table(stages), *remarks))
@@ -203,20 +205,21 @@ def _table(stages: Stages) -> list[str]:
     """The coverage table as lines of aligned text; columns that are empty in all rows are left out."""
     comm, uncovered = stages.comm, stages.trained.uncovered
     memory = {block: sum(memory_of(stages, block, comm.rank).values()) for block in stages.blocks}
-    lines = [_HEADER, *(_row_of(block, nbytes, comm) for block, nbytes in memory.items())]
+    lines = [_HEADER, *(_row_of(block, nbytes, comm, stages.closed) for block, nbytes in memory.items())]
     lines += [(name, "base", *[""] * 5, reason) for name, reason in uncovered.values()]
     used = [i for i in range(len(_HEADER)) if i == 0 or any(line[i] for line in lines[1:])]
     widths = {i: max(len(line[i]) for line in lines) for i in used}
     head, *rows = ("  ".join(line[i].ljust(widths[i]) for i in used).rstrip() for line in lines)
     rule = "-" * max(map(len, (head, *rows)))
-    idle = [block.layer for block in memory if block.never_seen or not block.layer.weight.requires_grad]
+    resting = (block for block in memory if stages.closed or block.never_seen or not block.layer.weight.requires_grad)
+    idle = [block.layer for block in resting]
     base = sum(p.requires_grad for p in (*uncovered, *(p for layer in idle for p in layer.parameters)))
     counts = f"{_count(len(memory) - len(idle), 'layer')} preconditioned, {_count(base, 'parameter')} by the base rule"
     footer = f"{counts}, {human_bytes(sum(memory.values()))}"
     return [rule, head, rule, *rows, rule, footer]
 
 
-def _row_of(block: Block, memory: int, comm: Communicator) -> tuple[str, ...]:
+def _row_of(block: Block, memory: int, comm: Communicator, closed: bool) -> tuple[str, ...]:
     """A layer's row of the table: a text for each column."""
     layer, workers = block.layer, block.workers
     notes = list(layer.notes)
@@ -225,6 +228,8 @@ def _row_of(block: Block, memory: int, comm: Communicator) -> tuple[str, ...]:
     if not layer.weight.requires_grad:
         others = any(parameter.requires_grad for parameter in layer.parameters)
         notes.append("frozen, its bias trains by the base rule" if others else "frozen")
+    elif closed:
+        notes.append("by the base rule, as the curvature is closed")
     elif block.never_seen:
         notes.append("never seen in a backward pass, so by the base rule (a warning lists what may be the cause)")
     elif block.out_of_sight:

@@ -114,6 +114,22 @@ def test_the_table_follows_training() -> None:
     assert not any("by the base rule until" in rows[name] for name in ("2", "3"))
 
 
+def test_what_is_shown_of_a_closed_optimizer_is_that_it_is_closed() -> None:
+    """It showed what had been learned, and promised a first decomposition."""
+    model = make_model()
+    optimizer = KFACSGD(model, lr=0.1, **EVERY_STEP)
+    train(model, optimizer, range(4))
+    assert optimizer.curvature.reach > 0
+    optimizer.curvature.close()
+    title, *_, footer = str(optimizer.curvature).splitlines()
+    assert title == "Curvature after 4 steps, closed: steps are the base class's own"
+    rows = rows_of(str(optimizer.curvature))
+    assert all(rows[name].endswith("by the base rule, as the curvature is closed") for name in ("0", "2", "3"))
+    assert footer.startswith(f"0 layers preconditioned, {len(list(model.parameters()))} parameters by the base rule")
+    report = optimizer.curvature.report()
+    assert (report["trust"], report["reach"], optimizer.curvature.trust) == (0, 0, 0)
+
+
 def test_a_bias_whose_weight_is_frozen_trains_by_the_base_rule() -> None:
     model = make_model()
     model[0].weight.requires_grad_(False)
