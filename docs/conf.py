@@ -12,7 +12,7 @@ project, author, copyright = "kfac_optim", "The kfac_optim authors", "The kfac_o
 version = release = kfac_optim.__version__
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme_options = {"page_width": "1240px", "body_max_width": "none", "fixed_sidebar": True}
-autodoc_member_order = "bysource"
+autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 nitpicky = True  # a reference to a name that is not documented is an error, but for names of others

@@ -19,7 +19,7 @@ __all__ = ["TorchCommunicator", "communicator_of", "default_communicator"]
 
 
 class TorchCommunicator(Communicator):
-    """Sends tensors by torch.distributed: Gloo, NCCL or MPI (only Gloo is covered by tests).
+    """Sends tensors by torch.distributed: Gloo, NCCL or MPI; the tests cover Gloo, and NCCL on one GPU.
 
     Args:
         process_group: The processes that train together; None (default): torch.distributed's default group.
