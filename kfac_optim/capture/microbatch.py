@@ -83,6 +83,11 @@ class Recorder:
         """Sets what the coming step records: see :meth:`~kfac_optim.capture.Capture.prepare`."""
         self.enabled, self._fraction, self._grad_scaler = enabled, fraction, grad_scaler
 
+    @property
+    def has_scaler(self) -> bool:
+        """Whether a grad scaler is set, even if it is disabled."""
+        return self._grad_scaler is not None
+
     def loss_scale(self, device: torch.device) -> Tensor:
         """The current loss scale, without waiting for the device; 1 if no scaler is in use."""
         scaler = self._grad_scaler
@@ -134,7 +139,7 @@ class Recorder:
             elif g.shape != call.shape:
                 g = g.reshape(call.shape)
             seen = layer.subsample(call.module, g.detach(), call.fraction)
-            scaled, part = scaled and self._grad_scaler is not None, seen.numel() < g.numel()
+            scaled, part = scaled and self.has_scaler, seen.numel() < g.numel()
             seen = seen.to(self.dtype) if scaled or part else layer.multiplicand(seen, self.dtype)
             if part:  # the selected examples stand for all; the root, because squares are added up
                 seen = seen * (g.numel() / seen.numel()) ** 0.5
@@ -285,9 +290,10 @@ class BackwardPasses:
             for pooled in self.recorder.pool(batch.by_example):
                 batch.add(*pooled)
             if batch.sums:
+                scale = self.recorder.loss_scale(next(iter(batch.sums.values()))[0].device)
                 statistics = self.to_caller if batch.to_caller else self.statistics
                 try:
-                    statistics.add(batch)
+                    statistics.add(batch, scale, drop_overflowed=self.recorder.has_scaler)
                 except BaseException:  # which may have come when half of it was added
                     self.statistics, self.to_caller = StepStatistics(), StepStatistics()
                     raise

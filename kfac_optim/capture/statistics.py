@@ -109,6 +109,7 @@ class StepStatistics:
         sums: Packed raw sums by layer index, over the finite micro-batches; a single one is kept even if not finite.
         counts: Those of each micro-batch, before it is known whether it belongs to the step.
         kept: For each micro-batch, whether all of its moments were finite, a 0-dim bool.
+        scales: For each micro-batch, the loss scale, a 0-dim tensor.
         starts: By layer index, the number of the first micro-batch that counts, if that is not 0.
         checks: Each time that gradients were found changed between micro-batches: the number of micro-batches so far,
             the layers, and the largest entry of each gradient, 0 if it had been zeroed.
@@ -117,14 +118,24 @@ class StepStatistics:
     sums: dict[int, Moments] = field(default_factory=dict)
     counts: list[Counts] = field(default_factory=list)
     kept: list[Tensor] = field(default_factory=list)
+    scales: list[Tensor] = field(default_factory=list)
     starts: dict[int, int] = field(default_factory=dict)
     checks: list[tuple[int, list[int], Tensor]] = field(default_factory=list)
 
-    def add(self, batch: MicroBatch) -> None:
-        """Adds a backward pass that has ended, with weight 0 if one of its moments is not finite; overwrites these."""
+    def add(self, batch: MicroBatch, scale: Tensor, *, drop_overflowed: bool) -> None:
+        """Adds a backward pass that has ended, with weight 0 if one of its moments is not finite.
+
+        Args:
+            batch: Its moments, which are overwritten.
+            scale: The loss scale of the pass.
+            drop_overflowed: Whether a smaller loss scale than before removes the earlier micro-batches from the sums,
+                because they belong to a step that was not taken.
+        """
         kept = _all_finite(list(chain.from_iterable(batch.sums.values())))
         if len(self.kept) == 1:  # the first is zeroed only now: had it stayed alone, its flag would have been enough
             _drop_unless_(self.kept[0], self.sums.values())
+        if self.scales and drop_overflowed:
+            _drop_unless_(scale >= self.scales[-1].to(scale), self.sums.values())
         if self.kept:
             _drop_unless_(kept, batch.sums.values())
         for index, new in batch.sums.items():
@@ -135,6 +146,7 @@ class StepStatistics:
                 total.add_(part)
         self.counts.append(Counts(max((call.terms for call in batch.calls), default=1), batch.rows))
         self.kept.append(kept)
+        self.scales.append(scale.clone())
 
     def restart(self, layers: Sequence[int]) -> None:
         """Restarts the statistics of these layers, because their gradients were removed."""
@@ -151,7 +163,7 @@ class StepStatistics:
     @property
     def flags(self) -> list[Tensor]:
         """The tensors that have to be read from the device to know which micro-batches count."""
-        return [*self.kept, *(largest for _, _, largest in self.checks)]
+        return [*self.kept, *self.scales, *(largest for _, _, largest in self.checks)]
 
     def resolve(self, values: Iterator[float]) -> StepMoments:
         """The step's statistics.
@@ -159,15 +171,17 @@ class StepStatistics:
         Args:
             values: The entries of :attr:`flags`, read from the device; it is advanced past these.
         """
-        kept, starts = list(islice(values, len(self.kept))), dict(self.starts)
+        kept, scales = list(islice(values, len(self.kept))), list(islice(values, len(self.scales)))
+        starts = dict(self.starts)
         for position, layers, _ in self.checks:
             for i, entry in zip(layers, islice(values, len(layers)), strict=True):
                 if entry == 0:
                     starts[i] = max(position, starts.get(i, 0))
-        counts: list[Counts] = []
-        for k, (each, is_finite) in enumerate(zip(self.counts, kept, strict=True)):
-            taken = any(starts.get(i, 0) <= k for i in each.rows)
-            counts.append(each._replace(taken=taken, finite=taken and bool(is_finite)))
+        counts, least = list(self.counts), math.inf  # the least of the later scales
+        for k, scale in reversed(list(enumerate(scales))):
+            taken = scale <= least and any(starts.get(i, 0) <= k for i in counts[k].rows)
+            counts[k] = counts[k]._replace(taken=taken, finite=taken and bool(kept[k]))
+            least = min(least, scale)
         return StepMoments(self.sums, counts, starts)
 
 
