@@ -182,8 +182,8 @@ class Orthogonal(Unit):
         iterations: Newton-Schulz iterations, >= 1. Default 3.
 
     Raises:
-        TypeError: If the argument is no int.
-        ValueError: If it is out of range.
+        TypeError: If the argument is not a number.
+        ValueError: If it is not an int >= 1.
     """
 
     iterations: int = 3

@@ -123,6 +123,9 @@ class Categorical(Fisher):
 
     Attributes:
         dim: The dimension of the classes: -1 (default), or 1 for ``[N, C, H, W]``.
+
+    Raises:
+        TypeError: If ``dim`` is not an int; also as :class:`Fisher` does.
     """
 
     dim: int = -1
@@ -212,6 +215,10 @@ class Gaussian(Fisher):
 
     Attributes:
         variance: > 0, default 1.
+
+    Raises:
+        TypeError: If the variance is not a number; also as :class:`Fisher` does.
+        ValueError: If it is not positive and finite.
     """
 
     variance: float = 1.0
