@@ -13,6 +13,7 @@ import pytest
 from tests.helpers.pages import ROOT
 
 README, SWAP = ROOT / "README.rst", ROOT / "docs" / "results" / "swap.rst"
+RESULTS = ROOT / "docs" / "results.rst"
 FILES = ROOT / "benchmarks" / "results" / "swap"
 # By page: the first cell of a row of its table, the file, the half, and what the other cells are.
 COLUMNS = ("behind", "behind, single seeds", "lower at the end", "held out not worse", "final loss", "time")
@@ -126,14 +127,15 @@ def test_counts_of_libraries_are_those_of_the_file() -> None:
     assert "in {lower} of {runs} runs".format(**own) in scripts
 
 
-@pytest.mark.parametrize("file", ["fresh-7", "fresh-8"])
+@pytest.mark.parametrize("file", [f"fresh-{number}" for number in range(3, 9)])
 def test_counts_of_public_scripts_are_those_of_the_file(file: str) -> None:
     runs = json.loads((FILES / f"{file}.json").read_text(encoding="utf-8"))["runs"]
     points = [point for run in runs for point in zip(run["base"], run["swap"], strict=True)]
     behind, ahead = (sum(sign * (s - b) > 0.02 * abs(b) for b, s in points) for sign in (1, -1))
     lower = sum(run["swap"][-1] < run["base"][-1] for run in runs)
     page = (ROOT / "docs" / "results" / "scripts.rst").read_text(encoding="utf-8").partition(f"{file}.json")[2]
-    found = re.search(r"Behind at (\d+) of (\d+) points, ahead at (\d+)\*\*; (\d+) of (\d+) runs end lower", page)
+    pattern = r"Behind at (\d+) of (\d+) points, ahead at (\d+)\*\*[^;]*; (\d+) of (\d+) runs end lower"
+    found = re.search(pattern, page)
     assert found is not None
     assert [int(group) for group in found.groups()] == [behind, len(points), ahead, lower, len(runs)]
 
@@ -158,3 +160,50 @@ def test_counts_of_scripts_on_which_the_rules_were_tried_are_those_of_the_file()
     assert found in scripts
     assert f"{lower} of {len(runs)} runs end lower, by {100 * drop:.0f} % in the geometric mean" in scripts
     assert f"takes {time:.2f} times the base's seconds, {training:.2f} times without" in scripts
+
+
+def test_counts_of_scripts_that_nobody_had_looked_at_are_added_up() -> None:
+    page = (ROOT / "docs" / "results" / "scripts.rst").read_text(encoding="utf-8")
+    section = page.partition(".. _results-fresh:")[2].partition(".. _results-libraries:")[0]
+    pattern = r"Behind (?:by more than 2 % )?at (\d+) of (\d+) points, ahead (?:by more than 2 % )?at (\d+)"
+    behind, points, ahead = (sum(map(int, column)) for column in zip(*re.findall(pattern, section), strict=True))
+    assert f"at {behind} of {points}" in " ".join(README.read_text(encoding="utf-8").split())
+    assert f"{behind} of {points}; ahead at {ahead} " in " ".join(RESULTS.read_text(encoding="utf-8").split())
+
+
+# By row of the table of docs/results/peers: the optimizer's name in the files.
+TUNED = {
+    "SGD": "SGD",
+    "``KFACSGD``, swap": "KFACSGD for SGD",
+    "Adam": "Adam",
+    "``KFACAdam``, swap": "KFACAdam for Adam",
+    "Lamb": "Lamb",
+    "``KFACLAMB``, swap": "KFACLAMB for Lamb",
+    "AdamW": "AdamW",
+    "Muon, AdamW for the rest": "Muon",
+    "``KFACSGD``, ``PRACTICAL``, tuned": "KFACSGD",
+    "``KFACAdam``, tuned": "KFACAdam",
+    "``KFACLAMB``, tuned": "KFACLAMB",
+    "``KFAC``, nothing to tune": "KFAC",
+    "SOAP (pytorch-optimizer)": "SOAP",
+    "Shampoo (pytorch-optimizer)": "Shampoo",
+    "kfac-pytorch, SGD": "KFACPyTorch",
+    "kfac-jax, automatic": "KFACJax",
+}
+
+
+@pytest.mark.parametrize(("column", "task"), [(1, "digits"), (2, "curves"), (3, "text")])
+def test_losses_of_tuned_optimizers_are_those_of_the_files(column: int, task: str) -> None:
+    file = ROOT / "benchmarks" / "results" / "convergence" / f"{task}.json"
+    lines = json.loads(file.read_text(encoding="utf-8"))["table"][:-1]
+    head, *rows = [re.split(" {2,}", line.strip()) for line in lines]
+    last = max(i for i, name in enumerate(head) if name.startswith("loss at"))
+    ends = {row[0]: float(row[last].partition(" ")[0]) for row in rows}
+    page = (ROOT / "docs" / "results" / "peers.rst").read_text(encoding="utf-8")
+    table = [re.split(" {2,}", line) for line in page.partition("\ntraining loss after")[2].splitlines()]
+    shown = {TUNED[row[0]]: row[column].rpartition(" / ")[2] for row in table[: len(TUNED) + 2] if row[0] in TUNED}
+    assert shown.keys() == set(TUNED.values())
+    for name, text in shown.items():
+        assert (name in ends) == bool(re.fullmatch(r"[\d.]+", text)), name
+        if name in ends:
+            assert float(text) == pytest.approx(ends[name], abs=0.51 * 10.0 ** -len(text.partition(".")[2])), name
