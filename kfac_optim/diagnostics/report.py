@@ -211,12 +211,15 @@ def _table(stages: Stages) -> list[str]:
     widths = {i: max(len(line[i]) for line in lines) for i in used}
     head, *rows = ("  ".join(line[i].ljust(widths[i]) for i in used).rstrip() for line in lines)
     rule = "-" * max(map(len, (head, *rows)))
-    resting = (block for block in memory if stages.closed or block.never_seen or not block.layer.weight.requires_grad)
-    idle = [block.layer for block in resting]
-    base = sum(p.requires_grad for p in (*uncovered, *(p for layer in idle for p in layer.parameters)))
-    counts = f"{_count(len(memory) - len(idle), 'layer')} preconditioned, {_count(base, 'parameter')} by the base rule"
-    footer = f"{counts}, {human_bytes(sum(memory.values()))}"
-    return [rule, head, rule, *rows, rule, footer]
+    resting = [block for block in memory if stages.closed or block.never_seen or not block.layer.weight.requires_grad]
+    own = [p for block in resting for p in block.layer.parameters]
+    base = sum(p.requires_grad for p in (*uncovered, *own))
+    footer = [f"{_count(len(memory) - len(resting), 'layer')} preconditioned"]
+    waiting = sum(not block.has_direction for block in memory if block not in resting)
+    if waiting and stages.progress.step:
+        footer.append(f"{waiting} of them not yet")
+    footer += [f"{_count(base, 'parameter')} by the base rule", human_bytes(sum(memory.values()))]
+    return [rule, head, rule, *rows, rule, ", ".join(footer)]
 
 
 def _row_of(block: Block, memory: int, comm: Communicator, closed: bool) -> tuple[str, ...]:

@@ -45,7 +45,7 @@ def test_a_layer_that_is_never_called_is_named_in_the_table_and_in_one_warning()
     table = repr(optimizer.curvature).splitlines()
     assert "never seen" in next(line for line in table if line.startswith("used "))
     assert "by the base rule until its first" in next(line for line in table if line.startswith("idle "))
-    assert table[-1].startswith("2 layers preconditioned, 2 parameters by the base rule")
+    assert table[-1].startswith("2 layers preconditioned, 1 of them not yet, 2 parameters by the base rule")
 
 
 class Switched(Functional):

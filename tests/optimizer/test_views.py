@@ -114,6 +114,20 @@ def test_the_table_follows_training() -> None:
     assert not any("by the base rule until" in rows[name] for name in ("2", "3"))
 
 
+def test_layers_that_wait_for_their_first_decomposition_are_counted_apart() -> None:
+    """They were counted as preconditioned, although a layer much wider than its batch waits for hundreds of steps."""
+    model = nn.Sequential(nn.Linear(784, 10), nn.Linear(10, 3))
+    optimizer = KFACSGD(model, lr=0.01)
+    assert str(optimizer.curvature).splitlines()[-1].startswith("2 layers preconditioned, 0 parameters")
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(16, 784)).square().mean().backward()
+        optimizer.step()
+    *_, footer, remark = str(optimizer.curvature).splitlines()
+    assert "one in" in remark
+    assert footer.startswith("2 layers preconditioned, 2 of them not yet, 0 parameters by the base rule")
+
+
 def test_what_is_shown_of_a_closed_optimizer_is_that_it_is_closed() -> None:
     """It showed what had been learned, and promised a first decomposition."""
     model = make_model()
