@@ -21,7 +21,7 @@ from .bases.state_keys import MOMENT
 from .common.rates import Scalar, moves, rate_of
 from .engine import CurvatureEngine
 from .stacks import Directions, Maker
-from .steering import Compared, Plan, alignments, brake_of, changes_at, compares_weights, grafted, stretches, turns
+from .steering import Compared, Plan, alignments, changes_at, compares_weights, grafted, stretches, turns
 
 __all__ = ["take_turned_step"]
 
@@ -91,7 +91,7 @@ def _turn_and_stretch(
     scaled, trust = grafted(directions.scaled, plan.graft), plan.trust
     updates = {**base.moments, **base.other_updates}
     length = update_length(covered, list(updates.values()), directions.update_length(updates))
-    brake = brake_of(length, plan.usual_length)
+    brake = plan.brake.of(length)
     makers: dict[str, Maker] = {records.TURN: lambda out: turns(scaled, out)}
     takes_whole_turn = trust == 1 and brake is None  # then turn and change are the same vectors
     if trust > 0 and not takes_whole_turn:
@@ -179,4 +179,4 @@ def _repeat_change(plan: Plan, buckets: Sequence[Bucket], reaches: Mapping[nn.Pa
             subtract_([m.p for m in turned], records.entries(turned, records.CHANGE), lr)
         if plan.stretches and (stretched := records.having(bucket, records.STRETCH)):
             vectors = records.entries(stretched, records.STRETCH)
-            _subtract_stretches(stretched, vectors, reaches, plan.last_brake)
+            _subtract_stretches(stretched, vectors, reaches, plan.brake.last)

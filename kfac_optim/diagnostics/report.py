@@ -108,7 +108,7 @@ def report(engine: Staged, *, eigenvalues: bool = False) -> dict[str, Any]:
     return {
         "step": progress.step,
         "trust": plan.trust,
-        "brake": plan.last_brake,
+        "brake": plan.brake.last,
         "graft": plan.graft,
         "reach": reach(engine),
         "skipped_steps": progress.skipped_steps,

@@ -20,7 +20,6 @@ Where to look::
     opponents.py        whether networks train against each other
 """
 
-from .brake import brake_of
 from .constraints import compares_weights
 from .graft import grafted
 from .inner_products import Compared, alignments
@@ -37,7 +36,6 @@ __all__ = [
     "Readings",
     "Steering",
     "alignments",
-    "brake_of",
     "changes_at",
     "compares_weights",
     "grafted",

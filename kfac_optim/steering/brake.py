@@ -21,7 +21,7 @@ from torch import Tensor
 from ..common.counters import Counted, counter
 from ..common.machines import is_asynchronous
 
-__all__ = ["Brake", "brake_of"]
+__all__ = ["Brake"]
 
 _REMEMBERED = 10  # the number of lengths that the running average covers
 _SLACK, _POWER = 1.3, 2  # an update longer than 1.3 times the usual is braked, by the square of the excess
@@ -43,20 +43,19 @@ class Brake(Counted):
     def learn(self, length: float) -> None:
         """Takes in the length of the base's last update; 0: none was recorded, as by a step without directions."""
         if 0 < length < math.inf:
-            brake = brake_of(length, self.usual)
+            brake = self.of(length)
             self.last = 1.0 if brake is None else float(brake)
             self.seen = min(_REMEMBERED, self.seen + 1)
             self.usual += (length - self.usual) / self.seen
 
+    def of(self, length: Tensor | float) -> Tensor | float | None:
+        """The brake for a base's update of this length; None: the step is not braked.
 
-def brake_of(length: Tensor | float, usual: float) -> Tensor | float | None:
-    """The brake for a base's update of this length, given the usual one; None: the step is not braked.
-
-    For a length on an accelerator it is a 0-dim tensor, which may be 1: a comparison here would wait for the device.
-    """
-    if not usual:
-        return None
-    if isinstance(length, Tensor) and is_asynchronous(length.device):
-        return (length / (_SLACK * usual)).clamp(min=1.0) ** -_POWER
-    known = float(length)
-    return (_SLACK * usual / known) ** _POWER if known > _SLACK * usual else None
+        For a length on an accelerator it is a 0-dim tensor, which may be 1, as comparing it would wait for the device.
+        """
+        if not self.usual:
+            return None
+        if isinstance(length, Tensor) and is_asynchronous(length.device):
+            return (length / (_SLACK * self.usual)).clamp(min=1.0) ** -_POWER
+        known = float(length)
+        return (_SLACK * self.usual / known) ** _POWER if known > _SLACK * self.usual else None

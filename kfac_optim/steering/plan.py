@@ -42,10 +42,8 @@ class Plan:
         stretches: Whether the step is also stretched along flat directions (:mod:`~.reach`).
         moment_decay: The decay, in [0, 0.9], of the averaged gradients that give the direction where the base optimizer
             keeps no first moment.
-        usual_length: The usual length of the base optimizer's update; much longer ones are braked
-            (:func:`~kfac_optim.steering.brake.brake_of`).
         graft: How far directions are scaled to the length of the base optimizer's update, in [0, 1] (:mod:`~.graft`).
-        last_brake: The brake of the last step that computed directions, in (0, 1]; 1: it was not braked.
+        brake: How much K-FAC's share of the step is shortened if the base optimizer's update is unusually long.
     """
 
     trust: float
@@ -54,9 +52,8 @@ class Plan:
     repeats: bool
     stretches: bool
     moment_decay: float
-    usual_length: float
     graft: float
-    last_brake: float
+    brake: Brake
 
 
 class Steering:
@@ -128,9 +125,8 @@ class Steering:
             repeats=steers and self.trust.repeats(step, stretches=changed),
             stretches=stretches,
             moment_decay=self.trust.decay,
-            usual_length=self.brake.usual,
             graft=self.graft.value if wanted else 1.0,
-            last_brake=self.brake.last,
+            brake=self.brake,
         )
 
     def counters(self) -> dict[str, float]:

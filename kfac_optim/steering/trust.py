@@ -120,7 +120,7 @@ def changes_at(
     Args:
         directions: The directions.
         trust: In [0, 1].
-        brake: The result of :func:`~kfac_optim.steering.brake.brake_of`.
+        brake: The result of :meth:`.Brake.of`.
         graft: The graft that k was shortened with, in [0, 1]; 1: k is as long as u (:mod:`~.graft`).
         out: See :class:`~kfac_optim.stacks.matrices.Matrices`.
     """

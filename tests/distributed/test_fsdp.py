@@ -284,7 +284,7 @@ def train_turning(rank: int, world_size: int, assignment: str) -> dict[str, tupl
         optimizer = cls(model, **options, **OPTIONS, assignment=assignment)
         trusts = trusts_of(model, optimizer, 10, shape=SHAPE, rank=rank, world_size=world_size)
         plan = optimizer.curvature.stages.plan()
-        found[kind] = whole(model), [*trusts, plan.graft], plan.usual_length
+        found[kind] = whole(model), [*trusts, plan.graft], plan.brake.usual
     return found
 
 

@@ -12,7 +12,7 @@ from kfac_optim import KFACSGD, Graft, Orthogonal, Unit
 from kfac_optim.scaling import scaled_by
 from kfac_optim.stacks import Direction, Groups, Matrices, Stacked, Steepest
 from kfac_optim.stacks.matrices import FlatStorage
-from kfac_optim.steering.brake import brake_of
+from kfac_optim.steering.brake import Brake
 from kfac_optim.steering.graft import grafted
 from kfac_optim.steering.reach import stretches
 from kfac_optim.steering.trust import changes_at
@@ -85,11 +85,13 @@ def test_a_brake_shortens_what_trust_gives_to_the_direction(trust: float, factor
 
 
 def test_a_brake_acts_where_an_update_is_longer_than_usual() -> None:
-    length = torch.tensor(2.6)
-    assert brake_of(length, 0.0) is None, "nothing is known yet"
-    assert brake_of(length, 2.0) is None, "1.3 times as long is not much"
-    assert brake_of(length, 1.0) == pytest.approx(0.25)
-    assert brake_of(torch.tensor(0.0), 1.0) is None
+    length, brake = torch.tensor(2.6), Brake()
+    assert brake.of(length) is None, "nothing is known yet"
+    brake.usual = 2.0
+    assert brake.of(length) is None, "1.3 times as long is not much"
+    brake.usual = 1.0
+    assert brake.of(length) == pytest.approx(0.25)
+    assert brake.of(torch.tensor(0.0)) is None
 
 
 @pytest.mark.parametrize("graft", [0.0, 0.3, 1.0])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_optim import KFACSGD, EigenSolver, Graft, InverseSolver, KFACAdam, KFACAdamW, OfLargest, OfMean, turning
+from kfac_optim import KFACSGD, EigenSolver, Graft, InverseSolver, KFACAdam, KFACAdamW, OfLargest, OfMean
 from kfac_optim.bases import buckets_of
 from kfac_optim.common import machines
 from kfac_optim.steering import brake, graft, inner_products, lessons_of, opponents, plan, reach, trust
@@ -476,7 +476,7 @@ def test_the_stretch_is_braked_with_the_step(monkeypatch: pytest.MonkeyPatch) ->
     optimizer.step()  # nothing is stretched before the second step
     backward(other, batch, loss)
     plain.step()
-    monkeypatch.setattr(turning, "brake_of", lambda *_: 0.25)
+    monkeypatch.setattr(brake.Brake, "of", lambda *_: 0.25)
     optimizer.curvature.stages.steering.brake.last = 0.25
     monkeypatch.setattr(brake.Brake, "learn", lambda *_: None)  # that it is another one
     backward(model, batch, loss)
@@ -513,9 +513,9 @@ def test_what_a_step_repeats(momentum: float, too_far: bool, monkeypatch: pytest
     for _ in range(3):
         step()
     learned = optimizer.curvature.stages.steering.trust
-    learned.notches, learned.memory, learned.brake = 5, 5, 1.0
+    learned.notches = learned.memory = 5
     monkeypatch.setattr(type(learned), "learn", lambda *_, **__: None)
-    monkeypatch.setattr(turning, "brake_of", lambda *_: None)
+    monkeypatch.setattr(brake.Brake, "of", lambda *_: None)
     step()  # computes
     noted = {p: dict(optimizer.state[p]) for p in model.parameters()}
     before = {p: p.detach().clone() for p in model.parameters()}
@@ -1120,7 +1120,7 @@ def test_heads_that_are_used_in_turn_all_get_directions(kfac: Any, how: dict[str
         if number >= heads:
             assert "kfac_turn" in optimizer.state[model.heads[model.used].weight]
         if number:
-            assert optimizer.curvature.stages.plan().usual_length > 0
+            assert optimizer.curvature.stages.plan().brake.usual > 0
 
 
 def test_a_skipped_step_keeps_what_the_next_one_learns() -> None:
