@@ -287,9 +287,7 @@ def options() -> dict[str, inspect.Parameter]:
 def signature(
     function: Callable[..., Any], *more: inspect.Parameter, defaults: Mapping[str, Any] | None = None
 ) -> inspect.Signature:
-    """The signature of a constructor, with more parameters and its ``**options`` spelt out.
-
-    Raises TypeError if the constructor has a parameter of one of these names itself.
+    """The signature of a constructor, with more parameters, of other names, and its ``**options`` spelt out.
 
     Args:
         function: The constructor.

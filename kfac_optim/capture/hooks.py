@@ -151,9 +151,9 @@ class Capture:
     def _attach(self, roots: Iterable[nn.Module]) -> None:
         """Hooks every layer, and every module that contains one, as any of them may be the outermost call."""
         called: dict[nn.Module, list[tuple[int, int]]] = {}  # a module may have several layers
-        for i, layer in enumerate(self.layers):
-            for use, module in enumerate(layer.modules if layer.host is None else ()):
-                called.setdefault(module, []).append((i, use))
+        for index, layer in enumerate(self.layers):
+            for number, module in enumerate(layer.modules if layer.host is None else ()):
+                called.setdefault(module, []).append((index, number))
         hosts = {layer.host for layer in self.layers if layer.host is not None}
         watched = set(called) | hosts
         containers: dict[nn.Module, None] = {}
@@ -167,14 +167,13 @@ class Capture:
             if module in called:
                 # Runs first, because other hooks may change the output. Only the hooks of tensor parallelism run
                 # before it, since they turn DTensors into local tensors.
-                own, *others = called[module]
-                first = not self.layers[own[0]].is_shard
-                # One hook, not three, as hooks can take as long as a small layer.
-                if not others and not list(module.children()):
-                    self._hooks.after(module, FirstHook(self, "_on_layer_call", *own), first=first)
+                uses = called[module]
+                first = not self.layers[uses[0][0]].is_shard
+                if len(uses) == 1 and not list(module.children()):  # one hook: three can take as long as a small layer
+                    self._hooks.after(module, FirstHook(self, "_on_layer_call", *uses[0]), first=first)
                     continue
-                for layer_use in (own, *others):
-                    self._hooks.after(module, Hook(self, "_record_input", *layer_use), first=first)
+                for use in uses:
+                    self._hooks.after(module, Hook(self, "_record_input", *use), first=first)
             self._hooks.before(module, FirstHook(self, "_on_model_call_start"), first=True)
             if module in hosts:
                 self._hooks.before(module, Hook(self, "_on_attention_start"))

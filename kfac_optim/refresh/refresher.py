@@ -242,8 +242,7 @@ class Refresher(Counted, pending_spread=Counter(None)):
         if name not in self._warned:
             self._warned.add(name)
             instead = "goes on with its last good decomposition" if block.has_direction else "trains by the base rule"
-            reasons = dict.fromkeys(reason for i in range(2) if (reason := refresh.failure(block, i)))
-            why = "".join(f" ({reason})" for reason in reasons)
+            why = "".join(f" ({x})" for x in dict.fromkeys(refresh.failure(block, i) for i in range(2)) if x)
             warn_user(
                 f"the factors of {name!r} could not be decomposed{why}, so that it {instead}. If it recurs, raise "
                 "damping, or store the factors with factor_dtype=torch.float64",

@@ -81,16 +81,16 @@ class StackSolver:
                 eigenvalue.
             any_length: Whether the directions may be gamma times as long, which saves launches.
         """
-        joint = self._joint_of(stacks)
+        tiles = [stack.current_tiles for stack in stacks]
+        joint = self._joint_of(stacks, tiles)
         gradients = self._filled(stacks, vectors.given)
         gammas: list[Tensor] = []  # none if directions are gamma times as long
         if stacks and (joint is None or not any_length):
             gammas = list(torch._foreach_mul([stack.damping_unit for stack in stacks], value))
         of_dtype = [gamma.to(self.dtype) for gamma in gammas]
         if joint is None:
-            of_stacks = zip(stacks, gradients.tensors, of_dtype, strict=True)
-            found = [precondition(self.solver, v, stack.current_tiles, gamma) for stack, v, gamma in of_stacks]
-            directions = Matrices(found, gradients.groups)
+            of_stacks = zip(gradients.tensors, tiles, of_dtype, strict=True)
+            directions = Matrices([precondition(self.solver, *of_stack) for of_stack in of_stacks], gradients.groups)
         else:
             directions = gradients.empty()
             joint.precondition(gradients.tensors, value, directions.tensors)
@@ -122,9 +122,8 @@ class StackSolver:
             found = list(torch._foreach_add([stack.damping_unit for stack in stacks], list(gammas)))
         return torch.cat([largest.to(gammas[0].device, self.dtype) for largest in found])
 
-    def _joint_of(self, stacks: Sequence[Stack]) -> JointEigen | None:
+    def _joint_of(self, stacks: Sequence[Stack], tiles: list[list[Tile]]) -> JointEigen | None:
         """The decompositions of all stacks together, where launches count; then their matrices lie side by side."""
-        tiles = [stack.current_tiles for stack in stacks]
         if not (self._may_join and self._can_join(stacks, tiles)):
             self._storage = self._joint = None
             return None

@@ -74,8 +74,8 @@ def precondition(solver: Solver, gradient: Tensor, tiles: Sequence[Tile], gamma:
     Args:
         solver: The solver.
         gradient: ``[p, d_out, d_in]``; the result lies in memory as it does.
-        tiles: The tiles, whose decompositions are converted to the gradient's dtype. If there are none, because another
-            rank will send the result, it is uninitialised.
+        tiles: The tiles, whose decompositions are converted to the gradient's dtype; if there are none, the result is
+            room for what a gradient worker will send.
         gamma: The damping of each pair, ``[p]``.
     """
     if len(tiles) == 1:
