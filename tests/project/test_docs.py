@@ -393,6 +393,25 @@ def test_the_strategy_trains_as_one_process() -> None:
         assert one_each[2] > 0 and both[2] == 0  # only between nodes do preconditioned gradients travel
 
 
+# A communicator ------------------------------------------------------------------------------------------------------
+
+
+def with_communicator(rank: int, world_size: int) -> tuple[list[tuple[str, int]], dict[str, list[float]]]:
+    communicator, model = extending()["Noting"](), make_model()
+    optimizer = KFACSGD(model, lr=0.1, **OFTEN, communicator=communicator, assignment="layer-wise")
+    train(DistributedDataParallel(model), optimizer, range(4), rank=rank, world_size=world_size)
+    return communicator.noted, communicator.traffic
+
+
+@pytest.mark.slow
+def test_the_communicator_sees_all_traffic() -> None:
+    for noted, traffic in run_ranks(2, with_communicator):
+        sums, broadcasts = (sum(n for name, n in noted if name == kind) for kind in ("sum", "broadcast"))
+        assert sums > 0 and broadcasts > 0
+        # On two ranks, a sum is sent and received; a broadcast one or the other.
+        assert 2 * sums + broadcasts == sum(map(sum, traffic.values()))
+
+
 # A scaling, a sampled Fisher -----------------------------------------------------------------------------------------
 
 
