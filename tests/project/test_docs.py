@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import kfac_optim
 from kfac_optim import KFACSGD, register_layer
+from kfac_optim.common import machines
 from kfac_optim.layers import LinearLayer
 from tests.helpers.compare import (
     assert_all_near,
@@ -340,8 +341,12 @@ def matrix(weight: Tensor, bias: Tensor) -> Tensor:
 
 
 @pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("machine", ["cpu", "accelerator"])
 @pytest.mark.parametrize("negligible", [0.0, 0.01])
-def test_with_leading_eigenvalues_the_others_count_as_zero(negligible: float) -> None:
+def test_with_leading_eigenvalues_the_others_count_as_zero(
+    negligible: float, machine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machines, "machine_of", lambda _: machine)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
     solver = extending()["Leading"](negligible, count=3)
     optimizer = KFACSGD(model, **EXACT | {"lr": 0.3, "damping": 1e-3, "solver": solver})
