@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from ..distributed import own_part
 from .base import COMPUTED, Declined, KroneckerLayer, LayerOptions
 from .lookalikes import lookalike
 from .registry import LayerFactory, factory_of
@@ -97,6 +98,7 @@ class Coverage:
                 self._add_module((prefix + name).rstrip("."), module)
                 if isinstance(module, nn.MultiheadAttention):
                     visited.update(module.modules())
+        self._decline_shared_memory()
         self._decline_whole_layers()
         trains, layers = options.trains, self._layers.values()
         self.layers = [layer for layer in layers if layer.weight not in self._reasons and trains(layer.weight)]
@@ -150,6 +152,19 @@ class Coverage:
             reason += ", whose biases differ"
         self._reasons.update(dict.fromkeys((*first.parameters, *layer.parameters), reason))
 
+    def _decline_shared_memory(self) -> None:
+        """Declines trained parameters with the same numbers, as after ``decoder.weight.data = encoder.weight.data.T``.
+
+        What a step of the base class has done to one of them cannot be told from the weights: it moves both.
+        """
+        first: dict[int, nn.Parameter] = {}
+        for parameter in filter(self._options.trains, self._names):
+            address = _address(parameter)
+            other = first.setdefault(address, parameter)
+            if address and other is not parameter:
+                for one, its in ((other, parameter), (parameter, other)):
+                    self._reasons.setdefault(one, f"lies in the memory of {self._names[its]}, too: steps move both")
+
     def _decline_whole_layers(self) -> None:
         """Declines layers that have a declined parameter, or share a bias or (attention) the same part of it."""
         users: dict[tuple[nn.Parameter, int | None], KroneckerLayer] = {}
@@ -162,6 +177,13 @@ class Coverage:
             found = [self._reasons[parameter] for parameter in layer.parameters if parameter in self._reasons]
             for parameter in layer.parameters if found else ():
                 self._reasons.setdefault(parameter, found[0])
+
+
+def _address(parameter: nn.Parameter) -> int:
+    """Where this rank's numbers of a parameter are in memory; 0 if it has none or stores them in a way of its own."""
+    part = own_part(parameter)
+    is_plain = part.layout is torch.strided and type(part).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return part.data_ptr() if is_plain and not nn.parameter.is_lazy(part) and part.numel() else 0
 
 
 def _lent_by_parts(module: nn.Module) -> set[nn.Parameter]:

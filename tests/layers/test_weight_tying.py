@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_optim import KFACSGD
+from kfac_optim import KFACLAMB, KFACSGD, Graft, KFACAdamW
 from tests.helpers.compare import (
     assert_near,
     assert_same_factors,
@@ -19,7 +19,7 @@ from tests.helpers.compare import (
     snapshot,
 )
 from tests.helpers.reference import Oracle, assert_steps_as, averaged, cross_entropy, log_cosh, take_step
-from tests.helpers.settings import OPTIONS
+from tests.helpers.settings import OFTEN, OPTIONS
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -76,6 +76,25 @@ def test_pooled_layers_are_named_in_the_table() -> None:
 def print_of(optimizer: KFACSGD) -> dict[str, str]:
     """The rows of the coverage table by their first column."""
     return {line.split()[0]: line for line in str(optimizer.curvature).splitlines() if line.split()}
+
+
+@pytest.mark.parametrize("cls", [KFACSGD, KFACAdamW, KFACLAMB])
+def test_weights_in_one_place_of_memory_train_by_the_base_rule(cls: type[torch.optim.Optimizer]) -> None:
+    """Parameters of their own, as many autoencoders tie them. A turn away from the steps of both was taken twice."""
+
+    def weights(**more: object) -> tuple[nn.Module, dict[str, str]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+        model[2].weight.data = model[0].weight.data.T
+        optimizer = cls(model, lr=0.1, scaling=Graft(trust=1.0), **OFTEN, **more)
+        for _ in range(4):
+            take_step(model, optimizer, [((torch.randn(8, 6),), torch.randn(8, 2))], loss)
+        return model, print_of(optimizer)
+
+    model, rows = weights()
+    for name, other in (("0", "2"), ("2", "0")):
+        assert f"lies in the memory of {other}.weight, too" in rows[f"{name}.weight"]
+    assert_same_weights(weights(skip_layers=["^0$", "^2$"])[0], model, rel=0)
 
 
 @pytest.mark.parametrize(
