@@ -110,7 +110,8 @@ class KFACMixin(_Optimizer):
             raise TypeError("params has modules in it: pass nn.ModuleList([...]) of them, or their parameters()")
         options = without_counters(options)
         curvature = {name: options.pop(name) for name in engine_options() if name in options}
-        refuse_unknown(type(self).__name__, options, list(inspect.signature(type(self)).parameters))
+        known = [x for c in type(self).__mro__ for x in inspect.signature(vars(c).get("__init__", object)).parameters]
+        refuse_unknown(type(self).__name__, options, [*known, *engine_options(), "precondition"])
         derived_from, of_subclass = derived_from_by_horovod(type(self), params), set(vars(self))
         super().__init__(params, *args, **options)
         refuse_in_groups(self.param_groups, {*self.defaults, *curvature})

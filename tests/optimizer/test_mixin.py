@@ -168,6 +168,33 @@ def test_a_base_class_with_an_argument_of_the_same_name_is_refused(name: str) ->
         type("KFACOwn", (KFACMixin, names["Own"]), {})
 
 
+class Passing(torch.optim.SGD):
+    """Leaves its arguments to its base class."""
+
+    def __init__(self, params: Any, **keywords: Any) -> None:
+        super().__init__(params, **keywords)
+
+
+class KFACPassing(KFACMixin, Passing):
+    pass
+
+
+class KFACOwnConstructor(KFACMixin, torch.optim.SGD):
+    """Sets arguments of its base class and of K-FAC by itself."""
+
+    def __init__(self, params: Any, lr: float = 0.1, **keywords: Any) -> None:
+        super().__init__(params, **{"lr": lr, "momentum": 0.9, "damping": 0.1, **keywords})
+
+
+@pytest.mark.parametrize("cls", [KFACPassing, KFACOwnConstructor])
+def test_arguments_pass_through_constructors_and_typos_do_not(cls: Any) -> None:
+    optimizer = cls(torch.nn.Linear(3, 2), lr=0.1, momentum=0.9, damping=0.1)
+    assert (optimizer.defaults["momentum"], optimizer.curvature.damping) == (0.9, 0.1)
+    for typo, meant in (("momentun", "momentum"), ("dampng", "damping")):
+        with pytest.raises(TypeError, match=rf"{cls.__name__} got an unexpected .* '{typo}'; did you mean '{meant}'"):
+            cls(torch.nn.Linear(3, 2), lr=0.1, **{typo: 0.1})
+
+
 def test_an_optimizer_that_hands_over_may_be_in_front_of_the_mixin() -> None:
     class Counting(torch.optim.Optimizer):
         steps = 0
