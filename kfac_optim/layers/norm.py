@@ -70,7 +70,7 @@ class _NormLayer(KroneckerLayer):
 
     def observe(self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
         # The input is normalised again once the gradient arrives. If autograd saves it, nothing may write over it.
-        kept = a.detach() if self.is_saved(a) else a.detach().clone()
+        kept = a.detach() if self.is_saved(a) and not _is_packed() else a.detach().clone()
         return Observation(_ONE, _ONE, context=(kept, self.known_statistics(module, a, output, dtype)))
 
     def is_saved(self, a: Tensor) -> bool:
@@ -165,6 +165,12 @@ class _ChannelsFirstNorm(_NormLayer):
             mean, variance = known or self.statistics(module, x)
             torch.linalg.vecdot(g, x, out=scaled).addcmul_(mean, total, value=-1).mul_(variance.rsqrt())
         return sums.movedim(0, -1)
+
+
+def _is_packed() -> bool:
+    """Whether hooks take what autograd saves (offloading, checkpoints), so that it lets it be written over."""
+    hooks_on_top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # not in torch 2.6
+    return hooks_on_top is not None and hooks_on_top(True) is not None
 
 
 def _mean_and_variance(x: Tensor, eps: float, shape: Sequence[int], dim: int) -> Statistics:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from kfac_optim import KFACSGD, CurvatureEngine
 from tests.helpers.compare import assert_step_alike
 from tests.helpers.settings import OPTIONS
+from tests.helpers.versions import needs_saved_tensors_hooks
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -193,6 +195,21 @@ def test_a_residual_that_is_added_in_the_place_of_a_norms_input(norm: Any, dtype
     losses = [F.cross_entropy(m(x), y) for m in (model, plain)]
     assert_step_alike((model, first, losses[0]), (plain, second, losses[1]))
     assert "norm" in [layer.name for layer in first.curvature.layers]
+
+
+@needs_saved_tensors_hooks
+@pytest.mark.parametrize(
+    "norm", [nn.LayerNorm, nn.BatchNorm1d, functools.partial(nn.GroupNorm, 2)], ids=["layer", "batch", "group"]
+)
+def test_where_activations_are_offloaded_the_input_of_a_norm_layer_may_be_written_over(norm: Any) -> None:
+    """Autograd then keeps a copy, and compares no versions."""
+    plain, model = Residual(norm, False), Residual(norm, True)
+    model.load_state_dict(plain.state_dict())
+    first, second = (KFACSGD(m, **(OPTIONS | {"lr": 0.0})) for m in (model, plain))
+    x, y = torch.randn(8, 4), torch.randint(3, (8,))
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        losses = [F.cross_entropy(m(x), y) for m in (model, plain)]
+    assert_step_alike((model, first, losses[0]), (plain, second, losses[1]))
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,10 @@ needs_flat_dicts = pytest.mark.skipif(
 needs_export_flag = pytest.mark.skipif(
     not hasattr(torch.compiler, "_is_exporting_flag"), reason="this torch does not say that it exports"
 )
+needs_saved_tensors_hooks = pytest.mark.skipif(
+    not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"),
+    reason="this torch does not tell whether hooks take what autograd saves",
+)
 needs_graph_tag = pytest.mark.skipif(
     not hasattr(torch.Tag, "cudagraph_unsafe"),
     reason="this torch has no such tag: it records no graph that has a tensor on the CPU, as the operators' tokens are",
