@@ -68,8 +68,9 @@ class Stages:
         self, config: Config, model: nn.Module | Iterable[Any], params: Iterable[nn.Parameter] | None = None
     ) -> None:
         self.config = weakref.proxy(config)  # a cycle would keep hooks and a thread until Python collects garbage
-        self.ranks = Ranks(config.communicator or communicator_of(model))
         self.trained = TrainedModel(model, params)
+        parameters, find_roots = self.trained.parameters, self.trained.find_roots
+        self.ranks = Ranks(config.communicator or communicator_of(model, parameters, find_roots))
         self.fisher = None if isinstance(config.fisher, str) else config.fisher
         self.progress, self.stopwatch = Progress(), Stopwatch()
         self.averaging = Averaging(
@@ -299,6 +300,7 @@ class Stages:
         if self.trained.parameters:  # the model may have moved since it was built
             self.comm.use_device(next(iter(self.trained.parameters)).device)
         if not self.ranks.are_prepared:
+            self.ranks.check_wrapper(self.trained.parameters)
             self.compare(weights=_first_weights(self.layers))
             self.ranks.prepare(self.blocks, self.config.factor_dtype)
 

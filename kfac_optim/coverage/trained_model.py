@@ -77,12 +77,16 @@ class TrainedModel:
         """Adds trained parameters; the next :meth:`find_blocks` finds their blocks."""
         self.parameters.update(dict.fromkeys(parameters_of(params)))
 
+    def find_roots(self) -> list[nn.Module]:
+        """The modules that own the trained parameters now."""
+        return [self.model] if self.model is not None else owners_of(self.parameters, self.roots)
+
     def find_blocks(self, config: Config, comm: Communicator) -> None:
         """Finds the blocks of the trained parameters; those that are known already stay the same objects.
 
         ``config`` decides what a layer is, and ``comm`` has the ranks that share factors.
         """
-        self.roots = [self.model] if self.model is not None else owners_of(self.parameters, self.roots)
+        self.roots = self.find_roots()
         refuse_flattened(self.roots)
         options = LayerOptions(
             weight_sharing=config.weight_sharing,

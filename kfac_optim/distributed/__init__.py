@@ -56,7 +56,7 @@ from .sharding import (
     whole_shape,
 )
 from .strategies import KAISA, FactorWise, LayerWise
-from .torch import TorchCommunicator, communicator_of, default_communicator
+from .torch import TorchCommunicator, communicator_of, default_communicator, require_all_in_wrapper
 
 __all__ = [
     "KAISA",
@@ -92,6 +92,7 @@ __all__ = [
     "own_shape",
     "refuse_flattened",
     "register_joinable",
+    "require_all_in_wrapper",
     "set_full_gradient_",
     "shard_number",
     "sharded_like",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .communicator import Communicator
 from .sharding import are_rows, is_sharded, mesh_of, own_part, whole_shape
 
-__all__ = ["own_shape", "refuse_flattened", "shard_number", "sharding_problem"]
+__all__ = ["own_shape", "refuse_flattened", "shard_number", "sharding_problem", "uses_fsdp"]
 
 
 def own_shape(parameter: Tensor, roots: Iterable[nn.Module]) -> torch.Size:
@@ -36,7 +36,7 @@ def sharding_problem(parameter: Tensor, roots: Iterable[nn.Module], comm: Commun
     if not is_sharded(parameter):
         return ""
     placements, roots = cast(Any, parameter).placements, list(roots)
-    if are_rows(placements) and _uses_fsdp(roots):
+    if are_rows(placements) and uses_fsdp(roots):
         return ""
     if not _is_split(parameter, roots):
         if all(placement.is_replicate() for placement in placements):
@@ -50,7 +50,7 @@ def sharding_problem(parameter: Tensor, roots: Iterable[nn.Module], comm: Commun
     )
 
 
-def _uses_fsdp(roots: Iterable[nn.Module]) -> bool:
+def uses_fsdp(roots: Iterable[nn.Module]) -> bool:
     """Whether FSDP2 shards a part of these modules."""
     from torch.distributed.fsdp import FSDPModule
 
@@ -64,7 +64,7 @@ def _is_split(parameter: Tensor, roots: Iterable[nn.Module]) -> bool:
     from torch.distributed.tensor import Shard
 
     placement, *others = cast(Any, parameter).placements
-    if others or type(placement) is not Shard or _uses_fsdp(roots):
+    if others or type(placement) is not Shard or uses_fsdp(roots):
         return False
     return parameter.shape[placement.dim] % mesh_of(parameter).size() == 0
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Sequence
+import gc
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .communicator import Communicator, LocalCommunicator, Work
-from .sharding import mesh_of
+from .shard_matrices import uses_fsdp
+from .sharding import any_sharded, mesh_of
 
-__all__ = ["TorchCommunicator", "communicator_of", "default_communicator"]
+__all__ = ["TorchCommunicator", "communicator_of", "default_communicator", "require_all_in_wrapper"]
 
 
 class TorchCommunicator(Communicator):
@@ -136,18 +137,41 @@ def _is_group(process_group: Any) -> bool:
     return isinstance(process_group, dist.ProcessGroup)
 
 
-def communicator_of(model: Any) -> Communicator | None:
-    """A communicator for the ranks of a DDP or FSDP2 model, if these are not all ranks; else None."""
+def communicator_of(
+    model: Any, parameters: Collection[Tensor], find_roots: Callable[[], Iterable[nn.Module]]
+) -> Communicator | None:
+    """A communicator for the ranks that DDP or FSDP2 has put a model on, if these are not all ranks; else None.
+
+    Args:
+        model: The model, or whatever else was given in its place: then only FSDP2 is recognised.
+        parameters: The trained parameters.
+        find_roots: Finds the modules that own them.
+    """
     group = None
     model = getattr(model, "_orig_mod", model)  # the module inside torch.compile's wrapper
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # a program that uses it has imported it
     if isinstance(model, DistributedDataParallel):
         group = model.process_group
-    elif isinstance(model, nn.Module) and fsdp is not None and isinstance(model, fsdp.FSDPModule):
-        meshes = [mesh for p in model.parameters() if (mesh := mesh_of(p)) is not None]
+    elif any_sharded(parameters) and uses_fsdp(find_roots()):
+        meshes = [mesh for p in parameters if (mesh := mesh_of(p)) is not None]
         if len(set(meshes)) == 1 and meshes[0].ndim == 1:  # a mesh with more dimensions has no group of all its ranks
             group = meshes[0].get_group()
     return None if group is None or group.size() == dist.get_world_size() else TorchCommunicator(group)
+
+
+def require_all_in_wrapper(parameters: Iterable[Tensor], comm: Communicator) -> None:
+    """Raises RuntimeError if DDP has put some parameters on fewer ranks than those that are to exchange statistics.
+
+    Ranks outside of its group may take no steps, so that the others would wait for them until the time-out.
+    """
+    own = set(map(id, parameters))
+    found = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+    sizes = [each.process_group.size() for each in found if any(id(p) in own for p in each.parameters())]
+    if sizes and max(sizes) < comm.world_size:
+        raise RuntimeError(
+            f"DistributedDataParallel has put the model on {max(sizes)} of {comm.world_size} ranks, of which the "
+            "optimizer, which got the model or its parameters without this wrapper, knows nothing: pass it the "
+            "wrapped model, or communicator=TorchCommunicator(group) with the group of the ranks that train together"
+        )
 
 
 def default_communicator() -> Communicator:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..blocks import Block
 from ..distributed import (
@@ -17,6 +18,7 @@ from ..distributed import (
     LocalCommunicator,
     agreement,
     default_communicator,
+    require_all_in_wrapper,
 )
 from ..factors import FactorSpec
 from ..solvers import Solver, part_dtype
@@ -102,6 +104,11 @@ class Ranks:
     def are_prepared(self) -> bool:
         """Whether :meth:`prepare` has prepared the ranks for :attr:`assignment`; a single one needs nothing."""
         return self.alone or self._prepared_for is self.assignment
+
+    def check_wrapper(self, parameters: Iterable[Tensor]) -> None:
+        """Raises RuntimeError if DDP trains the parameters on some of the ranks only, and no communicator was given."""
+        if not self._given:
+            require_all_in_wrapper(parameters, self.comm)
 
     def prepare(self, blocks: Sequence[Block], factor_dtype: torch.dtype) -> None:
         """Makes the groups of :attr:`assignment`, and moves factors to where it wants them (a collective)."""

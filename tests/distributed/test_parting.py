@@ -361,17 +361,41 @@ def train_in_pairs(rank: int, world_size: int, wrap: str) -> list[Tensor]:
         model = fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "data"))["data"])
     options = {"scaling": "unit", "damping": OfMean(0.1), **FLOAT64, "assignment": "layer-wise"}
     given = torch.compile(model) if wrap == "compiled DDP" else model  # it is not run
+    given = model.parameters() if wrap == "parameters of FSDP2" else given
     optimizer = KFACSGD(given, lr=0.05, momentum=0.9, factor_update_steps=1, inv_update_steps=2, **options)
     assert optimizer.curvature.stages.comm.world_size == min(world_size, 2)
     train(model, optimizer, range(8), rank=rank % 2, world_size=min(world_size, 2))
     return [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("wrap", ["DDP", "compiled DDP", pytest.param("FSDP2", marks=needs_sharding_on_cpus)])
+SHARDED = [pytest.param(wrap, marks=needs_sharding_on_cpus) for wrap in ("FSDP2", "parameters of FSDP2")]
+
+
+@pytest.mark.parametrize("wrap", ["DDP", "compiled DDP", *SHARDED])
 def test_a_wrapper_says_which_ranks_train_together(wrap: str) -> None:
     expected = train_in_pairs(0, 1, wrap)
     for found in run_ranks(4, train_in_pairs, wrap)[:2]:
         assert_all_near([found], expected)
+
+
+def train_on_some_ranks(rank: int, world_size: int, given: str) -> None:
+    """DDP has the model on all ranks but the last, which does something else."""
+    group = dist.new_group(range(world_size - 1))
+    if rank < world_size - 1:
+        model = make_model().double()
+        early = KFACSGD(model, lr=0.05)
+        wrapped = DDP(model, process_group=group)
+        optimizer = (
+            early if given == "before" else KFACSGD(model if given == "inside" else wrapped.parameters(), lr=0.05)
+        )
+        train(wrapped, optimizer, range(3), rank=rank, world_size=world_size - 1)
+
+
+@pytest.mark.parametrize("given", ["parameters", "inside", "before"])
+def test_ranks_of_a_wrapper_that_the_optimizer_did_not_get_are_named(given: str) -> None:
+    """They would wait for the others until the time-out."""
+    for story in run_ranks(3, train_on_some_ranks, given, may_fail=True)[:2]:
+        assert "2 of 3 ranks" in str(story) and "pass it the wrapped model" in str(story), story
 
 
 def start_late(rank: int, world_size: int, folder: str, before: str) -> list[Tensor]:
