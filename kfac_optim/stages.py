@@ -300,7 +300,7 @@ class Stages:
         if self.trained.parameters:  # the model may have moved since it was built
             self.comm.use_device(next(iter(self.trained.parameters)).device)
         if not self.ranks.are_prepared:
-            self.ranks.check_wrapper(self.trained.parameters)
+            self.ranks.check_wrapper([p for layer in self.layers for p in layer.parameters])
             self.compare(weights=_first_weights(self.layers))
             self.ranks.prepare(self.blocks, self.config.factor_dtype)
 

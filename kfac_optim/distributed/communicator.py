@@ -331,7 +331,8 @@ class Communicator(ABC):
             # Keep the exception type: elastic launchers dispatch on it.
             raise type(error)(
                 f"{what} failed on rank {self.rank} of {self.world_size}: another rank has died, raised, or fallen out "
-                f"of step, or the time-out of the process group has passed ({error})"
+                "of step, or does not train this model (communicator=TorchCommunicator(group) names the ranks that do, "
+                f"LocalCommunicator() a rank alone), or the time-out of the process group has passed ({error})"
             ) from error
 
 

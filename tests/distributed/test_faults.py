@@ -62,6 +62,18 @@ def test_the_others_raise_and_name_the_collective(assignment: str, when: int, co
         assert "another rank has died" in story
 
 
+def train_on_one_rank(rank: int, world_size: int) -> None:
+    """A model that the other ranks do not have: they wait for the first rank, as a script's barrier does."""
+    if rank == 0:
+        step_until_death(rank, world_size, "factor-wise", 9, "")
+    dist.barrier()
+
+
+def test_ranks_that_do_not_train_the_model_are_thought_of() -> None:
+    story = run_ranks(2, train_on_one_rank, group_timeout=TIMEOUT, may_fail=True)[0]
+    assert "LocalCommunicator() a rank alone" in story, story
+
+
 @pytest.mark.slow
 def test_a_stuck_rank_ends_in_the_time_out_of_the_group() -> None:
     outcomes = run_ranks(

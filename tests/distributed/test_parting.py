@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,10 @@ from kfac_optim import (
     exponential_decay,
     forgetting,
 )
-from tests.helpers.compare import assert_all_near, values
+from tests.helpers.compare import assert_all_near, assert_equal_on_ranks, values
 from tests.helpers.ranks import run_ranks
 from tests.helpers.settings import FLOAT64, SETTINGS
-from tests.helpers.training import make_model, train
+from tests.helpers.training import average_gradients, make_model, train
 from tests.helpers.versions import needs_sharding_on_cpus
 
 STEPS = 24
@@ -396,6 +397,21 @@ def test_ranks_of_a_wrapper_that_the_optimizer_did_not_get_are_named(given: str)
     """They would wait for the others until the time-out."""
     for story in run_ranks(3, train_on_some_ranks, given, may_fail=True)[:2]:
         assert "2 of 3 ranks" in str(story) and "pass it the wrapped model" in str(story), story
+
+
+def train_experts(rank: int, world_size: int) -> list[Tensor]:
+    """Every rank has an expert of its own, in a wrapper of its own, behind layers that all of them have."""
+    groups = [dist.new_group([i]) for i in range(world_size)]
+    dense, expert = make_model().double(), nn.Linear(3, 3).double()
+    model = nn.Sequential(dense, DDP(expert, process_group=groups[rank]))
+    optimizer = KFACSGD(model, lr=0.05, momentum=0.9, skip_layers=["^1"], **SETTINGS)
+    average = partial(average_gradients, list(dense.parameters()))
+    train(model, optimizer, range(4), rank=rank, world_size=world_size, before_step=average)
+    return values(dense)
+
+
+def test_layers_that_are_skipped_may_be_wrapped_on_fewer_ranks() -> None:
+    assert_equal_on_ranks(run_ranks(2, train_experts))
 
 
 def start_late(rank: int, world_size: int, folder: str, before: str) -> list[Tensor]:
