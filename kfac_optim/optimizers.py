@@ -22,7 +22,7 @@ from .common.rates import Scalar, common_rate, rate_of
 from .config import options as engine_options
 from .config import refuse_in_groups, refuse_unknown, signature
 from .damping import OfLargest
-from .distributed import derived_from_by_horovod, join_hook, notify_join_context, register_joinable, share_gradients
+from .distributed import derived_from_by_horovod, join_hook, register_joinable, share_gradients, take_part_in_join
 from .engine import CurvatureEngine
 from .saved_state import engine as engine_state
 from .saved_state import saved_parts, with_checksums
@@ -153,8 +153,8 @@ class KFACMixin(_Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if notify_join_context(self):
-            share_gradients(self.curvature.stages.comm, self._parameters(), exhausted=False)
+        stages = self.curvature.stages
+        take_part_in_join(self, stages.comm, self._parameters(), first=not (stages.closed or stages.ranks.are_prepared))
         self._take_step(closure)
         return loss
 

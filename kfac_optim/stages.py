@@ -20,7 +20,7 @@ from .common.machines import refuse_cuda_graphs
 from .common.stopwatch import Stopwatch
 from .config import Config, compared, compared_options
 from .coverage import TrainedModel
-from .distributed import Communicator, communicator_of, is_sharded
+from .distributed import Communicator, communicator_of, is_sharded, require_all_in_wrapper
 from .layers import KroneckerLayer
 from .placement import Ranks
 from .preconditioning import Preconditioner
@@ -300,7 +300,8 @@ class Stages:
         if self.trained.parameters:  # the model may have moved since it was built
             self.comm.use_device(next(iter(self.trained.parameters)).device)
         if not self.ranks.are_prepared:
-            self.ranks.check_wrapper([p for layer in self.layers for p in layer.parameters])
+            if not self.ranks.given:
+                require_all_in_wrapper([p for layer in self.layers for p in layer.parameters], self.comm)
             self.compare(weights=_first_weights(self.layers))
             self.ranks.prepare(self.blocks, self.config.factor_dtype)
 

@@ -37,7 +37,7 @@ from . import agreement
 from .assignment import Assignment, AssignmentStrategy, LayerAssignment, LayerCost
 from .communicator import Broadcast, Communicator, LocalCommunicator
 from .horovod import HorovodCommunicator, derived_from_by_horovod
-from .join import join_hook, notify_join_context, register_joinable, share_gradients
+from .join import join_hook, register_joinable, share_gradients, take_part_in_join
 from .reductions import largest_entry, summed_over_shards
 from .shard_exchange import ShardExchange, are_exchangeable
 from .shard_matrices import own_shape, refuse_flattened, shard_number, sharding_problem
@@ -87,7 +87,6 @@ __all__ = [
     "join_hook",
     "largest_entry",
     "mesh_of",
-    "notify_join_context",
     "own_part",
     "own_shape",
     "refuse_flattened",
@@ -99,5 +98,6 @@ __all__ = [
     "sharding_problem",
     "share_gradients",
     "summed_over_shards",
+    "take_part_in_join",
     "whole_shape",
 ]

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from .communicator import Broadcast, Communicator
+from .torch import wrappers_of
 
-__all__ = ["join_hook", "notify_join_context", "register_joinable", "share_gradients"]
+__all__ = ["join_hook", "register_joinable", "share_gradients", "take_part_in_join"]
 
 _T = TypeVar("_T")
 
@@ -28,15 +29,23 @@ def register_joinable(cls: type[_T]) -> type[_T]:
     return cls
 
 
-def notify_join_context(optimizer: Any) -> bool:
-    """Tells ``Join`` that this rank takes a step, if ``Join`` is in use; returns whether it is."""
-    config = getattr(optimizer, "_join_config", None)
-    if config is None or not config.enable:
-        return False
-    from torch.distributed.algorithms.join import Join
+def take_part_in_join(optimizer: Any, comm: Communicator, parameters: Sequence[nn.Parameter], *, first: bool) -> None:
+    """Tells ``Join``, if it is in use, that this rank takes a step, and shares its gradients.
 
-    Join.notify_join_context(optimizer)
-    return True
+    Raises:
+        RuntimeError: If ``Join`` has a DDP model without the optimizer; it is checked in the ``first`` step.
+    """
+    config = getattr(optimizer, "_join_config", None)
+    if config is not None and config.enable:
+        from torch.distributed.algorithms.join import Join
+
+        Join.notify_join_context(optimizer)
+        share_gradients(comm, parameters, exhausted=False)
+    elif first and any(wrapper._join_config.enable for wrapper in wrappers_of(parameters)):
+        raise RuntimeError(
+            "Join, or the model's join(), has the model without the optimizer, which exchanges statistics: a rank that "
+            "runs out of inputs would take no part. Put both into it: with Join([model, optimizer])"
+        )
 
 
 def join_hook(step: Callable[[], Any]) -> Any:

@@ -16,7 +16,7 @@ from .communicator import Communicator, LocalCommunicator, Work
 from .shard_matrices import uses_fsdp
 from .sharding import any_sharded, mesh_of
 
-__all__ = ["TorchCommunicator", "communicator_of", "default_communicator", "require_all_in_wrapper"]
+__all__ = ["TorchCommunicator", "communicator_of", "default_communicator", "require_all_in_wrapper", "wrappers_of"]
 
 
 class TorchCommunicator(Communicator):
@@ -142,10 +142,7 @@ def communicator_of(
 ) -> Communicator | None:
     """A communicator for the ranks that DDP or FSDP2 has put a model on, if these are not all ranks; else None.
 
-    Args:
-        model: The model, or whatever else was given in its place: then only FSDP2 is recognised.
-        parameters: The trained parameters.
-        find_roots: Finds the modules that own them.
+    ``parameters``: the trained ones, which tell of FSDP2 without a model; ``find_roots`` finds the modules around them.
     """
     group = None
     model = getattr(model, "_orig_mod", model)  # the module inside torch.compile's wrapper
@@ -158,19 +155,21 @@ def communicator_of(
     return None if group is None or group.size() == dist.get_world_size() else TorchCommunicator(group)
 
 
-def require_all_in_wrapper(parameters: Iterable[Tensor], comm: Communicator) -> None:
-    """Raises RuntimeError if DDP has put some parameters on fewer ranks than those that are to exchange statistics.
-
-    Ranks outside of its group may take no steps, so that the others would wait for them until the time-out.
-    """
+def wrappers_of(parameters: Iterable[Tensor]) -> list[DistributedDataParallel]:
+    """The live DDP modules of the process that contain any of some parameters, which are compared by identity."""
     own = set(map(id, parameters))
     found = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
-    sizes = [each.process_group.size() for each in found if any(id(p) in own for p in each.parameters())]
+    return [each for each in found if any(id(p) in own for p in each.parameters())]
+
+
+def require_all_in_wrapper(parameters: Iterable[Tensor], comm: Communicator) -> None:
+    """Raises RuntimeError if DDP has parameters on fewer ranks: the others might take no steps, and be waited for."""
+    sizes = [wrapper.process_group.size() for wrapper in wrappers_of(parameters)]
     if sizes and max(sizes) < comm.world_size:
         raise RuntimeError(
-            f"DistributedDataParallel has put the model on {max(sizes)} of {comm.world_size} ranks, of which the "
-            "optimizer, which got the model or its parameters without this wrapper, knows nothing: pass it the "
-            "wrapped model, or communicator=TorchCommunicator(group) with the group of the ranks that train together"
+            f"DistributedDataParallel has put the model on {max(sizes)} of {comm.world_size} ranks, but the optimizer "
+            "got it, or its parameters, without this wrapper, and would exchange with all ranks: pass it the wrapped "
+            "model, or communicator=TorchCommunicator(group) with the group of the ranks that train together"
         )
 
 

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..blocks import Block
 from ..distributed import (
@@ -18,7 +17,6 @@ from ..distributed import (
     LocalCommunicator,
     agreement,
     default_communicator,
-    require_all_in_wrapper,
 )
 from ..factors import FactorSpec
 from ..solvers import Solver, part_dtype
@@ -36,6 +34,7 @@ class Ranks:
 
     Attributes:
         comm: Their communicator.
+        given: Whether it was given.
         assignment: Which ranks decompose and precondition which layers; known after :meth:`assign`.
         left_out: The indices of the layers for which this rank's statistics do not count, likewise.
     """
@@ -44,7 +43,7 @@ class Ranks:
     left_out: set[int]
 
     def __init__(self, given: Communicator | None) -> None:
-        self._given = given is not None
+        self.given = given is not None
         self.comm = default_communicator() if given is None else given
         self._prepared_for: Assignment | None = None  # the assignment whose groups exist
         self._unconfirmed_skips = 0  # steps that this rank, perhaps alone, has skipped since the last comparison
@@ -97,18 +96,13 @@ class Ranks:
 
     def late_communicator(self) -> Communicator | None:
         """The communicator of torch.distributed, if it was initialised late and the user gave none; else None."""
-        comm = default_communicator() if self.alone and not self._given else self.comm
+        comm = default_communicator() if self.alone and not self.given else self.comm
         return None if comm.world_size == self.comm.world_size else comm
 
     @property
     def are_prepared(self) -> bool:
         """Whether :meth:`prepare` has prepared the ranks for :attr:`assignment`; a single one needs nothing."""
         return self.alone or self._prepared_for is self.assignment
-
-    def check_wrapper(self, parameters: Iterable[Tensor]) -> None:
-        """Raises RuntimeError if DDP trains the parameters on some of the ranks only, and no communicator was given."""
-        if not self._given:
-            require_all_in_wrapper(parameters, self.comm)
 
     def prepare(self, blocks: Sequence[Block], factor_dtype: torch.dtype) -> None:
         """Makes the groups of :attr:`assignment`, and moves factors to where it wants them (a collective)."""
@@ -152,7 +146,7 @@ class Ranks:
             RuntimeError: If there are several ranks now and it had a communicator of its own.
         """
         comm = default_communicator()
-        if comm.world_size > 1 and self._given:
+        if comm.world_size > 1 and self.given:
             raise RuntimeError(
                 "this engine was pickled with a communicator= of its own, which does not travel: build a new optimizer "
                 "and load the state_dict()"

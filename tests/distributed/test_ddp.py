@@ -225,6 +225,21 @@ def test_ranks_that_end_early_under_join(world_size: int) -> None:
     assert_all_near([outcomes[0][0][0]], outcomes[0][1][0])
 
 
+def train_with_the_model_in_join_alone(rank: int, world_size: int, closed: bool) -> None:
+    wrapped = DDP(make())
+    optimizer = KFACSGD(wrapped.parameters(), **OPTIONS)
+    if closed:
+        optimizer.curvature.close()
+    with wrapped.join():
+        train(wrapped, optimizer, range(1 + rank), shape=SHAPE)
+
+
+def test_join_without_the_optimizer_is_refused() -> None:
+    for story in run_ranks(2, train_with_the_model_in_join_alone, False, may_fail=True):
+        assert "Join([model, optimizer])" in str(story), story
+    run_ranks(2, train_with_the_model_in_join_alone, True)  # then nothing is exchanged
+
+
 # Sub-groups and foreign optimizers ---------------------------------------------------------------------------------
 
 
