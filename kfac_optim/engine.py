@@ -121,7 +121,6 @@ class CurvatureEngine(Config):
         self._is_noop, stages = False, self.stages
         if stages.closed:
             return True
-        stages.prepare_ranks()
         blocks, capture, refresher, step = stages.blocks, stages.capture, stages.refresher, stages.progress.step
         # Also in a step that is a no-op: torch.distributed.checkpoint takes one to make the state exist.
         stages.make_room(blocks)
@@ -134,8 +133,9 @@ class CurvatureEngine(Config):
         moves = read.rate != 0
         trains = read.largest > 0 and moves
         self._is_noop = read.largest == 0 and not moves
-        if self._is_noop:
+        if self._is_noop:  # which one rank may take alone, to save a state
             return True
+        stages.prepare_ranks()
         if not math.isfinite(read.largest):
             self._skip_step()
             return False

@@ -389,6 +389,23 @@ def ask_for_the_state_of_a_fresh_optimizer(rank: int, world_size: int) -> dict[A
     return found
 
 
+def ask_on_one_rank(rank: int, world_size: int, strategy: Any) -> list[Tensor]:
+    model, optimizer = build("sgd", strategy)
+    wrapped = DDP(model)
+    if rank == 0:
+        get_optimizer_state_dict(wrapped, optimizer)
+    optimizer.state.clear()  # SGD's first momentum buffer is weight_decay * weight
+    train(wrapped, optimizer, range(K), rank=rank, world_size=world_size)
+    return values(model)
+
+
+@pytest.mark.parametrize("strategy", [FactorWise(), LayerWise(), LayerWise("sharded")], ids=repr)
+def test_one_rank_may_ask_a_fresh_optimizer_for_its_state(strategy: Any) -> None:
+    model, optimizer = build("sgd", FactorWise())
+    train(model, optimizer, range(K))
+    assert_all_near(run_ranks(2, ask_on_one_rank, strategy), values(model))
+
+
 def keys_and_values(optimizer: Any) -> dict[str, Any]:
     return {key: value for key, value in optimizer.param_groups[0].items() if key.startswith("kfac")}
 
