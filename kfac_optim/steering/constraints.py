@@ -29,7 +29,8 @@ _AT_FIRST = 16  # all stretched weights are compared before this step, and then 
 # A prime that loops hardly use, so that what happens in every second step is found at times, and what averages weights
 # in every fifth, eighth or tenth (Lookahead, periodic averages) is not found twice in a row, as constraints are.
 _INTERVAL = 7
-_LOWER_BITS = 2**31 - 1  # all but the sign of an int32
+# A prime: doubling n float32 weights adds n * 2 ** 23 to a sum of bits, which may be 0 modulo a power of two.
+_MODULUS = 2**31 - 1
 
 
 def compares_weights(step: int) -> bool:
@@ -96,8 +97,14 @@ class WeightWatch:
 
 
 def _marks_of(parameters: Sequence[nn.Parameter]) -> Sequence[Tensor]:
-    """The mark of each parameter, 0-dim: the lower bits of the sum of its weights' bits, or its norm in float64."""
+    """The mark of each parameter, 0-dim: the sum of its weights' bits modulo a prime, or its norm in float64."""
     weights = [p.detach() for p in parameters]
     if all(w.is_cpu and w.dtype == torch.float32 for w in weights):  # there, norms in float64 take ten times as long
-        return [w.view(torch.int32).sum(dtype=torch.int32).bitwise_and(_LOWER_BITS) for w in weights]
+        return [_bits_of(w).sum(dtype=torch.int64).remainder(_MODULUS) for w in weights]
     return torch._foreach_norm(weights, 2, dtype=torch.float64)
+
+
+def _bits_of(weight: Tensor) -> Tensor:
+    """The bits of float32 numbers as integers; where they lie so, of two in each int64, as sums of int32 are slower."""
+    in_pairs = weight.is_contiguous() and weight.numel() % 2 == 0 and weight.storage_offset() % 2 == 0
+    return weight.view(-1).view(torch.int64) if in_pairs else weight.view(torch.int32)

@@ -379,6 +379,22 @@ def test_in_single_precision_the_last_bit_of_one_weight_is_a_change(
     assert watch.changes().tolist() == [0, 1, 0]
 
 
+@pytest.mark.parametrize("is_transposed", [True, False])
+@pytest.mark.parametrize("factor", [0.5, 2.0, 4.0])
+@pytest.mark.parametrize("shape", [(256,), (64, 64), (3, 512)])
+def test_in_single_precision_weights_that_are_doubled_or_halved_are_changed(
+    shape: tuple[int, ...], factor: float, is_transposed: bool
+) -> None:
+    """Each exponent moves by the same number, and a multiple of 256 of them cancelled out in sums of 31 bits."""
+    watch, weight = WeightWatch(), nn.Parameter(torch.randn(shape))
+    if is_transposed and len(shape) > 1:
+        weight.data = weight.data.mT
+    watch.note([weight])
+    with torch.no_grad():
+        weight.mul_(factor)
+    assert watch.changes().tolist() == [1]
+
+
 @pytest.mark.parametrize("closes", [True, False])
 def test_whoever_turns_no_step_looks_at_no_weights(closes: bool) -> None:
     """An optimizer that was closed, or goes on by preconditioned gradients."""
