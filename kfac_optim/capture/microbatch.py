@@ -247,12 +247,12 @@ class BackwardPasses:
         if task == -1 or torch._C._current_autograd_node() is None:
             raise RuntimeError(_COMPILED)
         with self._lock:
-            if self._batch is None or self._end() is None:  # a pass that raised has released its callback
+            batch = self._open
+            if batch is None:
                 self._compare_gradients()
-                self._batch, end = MicroBatch(task=task), self._on_backward_end
-                self._end = weakref.ref(end)
+                batch, end = MicroBatch(task=task), self._on_backward_end
+                self._batch, self._end = batch, weakref.ref(end)
                 torch.autograd.Variable._execution_engine.queue_callback(end)
-            batch = self._batch
             self.model_seen |= call is not None
             if call is not None and call not in batch.calls:
                 # On a GPU the hooks of a pass run in a thread of torch's own, so the calls tell whose pass it is. A
@@ -265,8 +265,14 @@ class BackwardPasses:
 
     def require_alone(self) -> None:
         """Raises if another thread is in a backward pass."""
-        if self._batch is not None and any(call.is_of_other_thread for call in self._batch.calls):
+        batch = self._open
+        if batch is not None and any(call.is_of_other_thread for call in batch.calls):
             raise RuntimeError(CONCURRENT)
+
+    @property
+    def _open(self) -> MicroBatch | None:
+        """The micro-batch of the backward pass in progress; a pass that raised has released its callback."""
+        return None if self._end() is None else self._batch
 
     def _compare_gradients(self) -> None:
         """Restarts the statistics of layers whose gradient was removed or zeroed before this backward pass."""

@@ -198,6 +198,41 @@ def test_a_pass_that_was_left_behind_by_another_thread() -> None:
     assert optimizer.curvature.step_count == 1
 
 
+@pytest.mark.parametrize("calls_again", [True, False])
+def test_a_pass_that_raised_in_a_thread_that_goes_on(calls_again: bool) -> None:
+    """It is over, so that another thread may train the model next; nothing of it counts."""
+    model = net()
+    twin = copy.deepcopy(model)
+    optimizer, expected = (KFACSGD(m, **OPTIONS) for m in (model, twin))
+
+    def fail(g: Tensor) -> None:
+        raise KeyboardInterrupt
+
+    output = model[0](torch.randn(2, 3))
+    output.register_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        model[2](model[1](output)).sum().backward()
+    model.zero_grad()
+    if calls_again:
+        loss_of(model, 2)
+    errors: list[RuntimeError] = []
+
+    def target() -> None:
+        try:
+            loss_of(model, 1).backward()
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=target)
+    thread.start()
+    thread.join()
+    assert not errors, errors
+    optimizer.step()
+    loss_of(twin, 1).backward()
+    expected.step()
+    assert_same_factors(optimizer, expected)
+
+
 def test_replicas_of_data_parallel_are_refused_with_the_remedy() -> None:
     """On several GPUs it calls copies of the modules, which have the same tables of hooks."""
     model = nn.Linear(3, 2)
