@@ -108,10 +108,13 @@ def test_two_threads_at_the_same_time_are_refused(where: str, what: str) -> None
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_evaluation_beside_training_leaves_no_trace(where: str) -> None:
-    model = net()
+@pytest.mark.parametrize("average", ["batch", lambda _, output: len(output)], ids=["of inputs", "of the output"])
+def test_evaluation_beside_training_leaves_no_trace(where: str, average: Any) -> None:
+    """Nor does it end the call in progress, of which some losses' M is known only when it returns."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), Gate())
     twin = copy.deepcopy(model)
-    optimizer, expected = (KFACSGD(m, **OPTIONS) for m in (model, twin))
+    optimizer, expected = (KFACSGD(m, **OPTIONS, loss_average=average) for m in (model, twin))
 
     def meanwhile() -> None:
         with torch.no_grad():
