@@ -87,7 +87,7 @@ class EigenSolver:
         values, *vectors = decomposition
         if not vectors:
             return values.new_ones((), dtype=torch.bool)
-        (q,) = vectors
+        q = vectors[0]
         if values.shape[-1] < q.shape[-2]:
             error = q.mT @ q - torch.eye(values.shape[-1], dtype=q.dtype, device=q.device)
         else:
