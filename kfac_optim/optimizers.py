@@ -154,7 +154,7 @@ class KFACMixin(_Optimizer):
             with torch.enable_grad():
                 loss = closure()
         stages = self.curvature.stages
-        take_part_in_join(self, stages.comm, self._parameters(), first=not (stages.closed or stages.ranks.are_prepared))
+        take_part_in_join(self, stages.comm, self._parameters, first=not (stages.closed or stages.ranks.are_prepared))
         self._take_step(closure)
         return loss
 

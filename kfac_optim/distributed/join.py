@@ -29,8 +29,10 @@ def register_joinable(cls: type[_T]) -> type[_T]:
     return cls
 
 
-def take_part_in_join(optimizer: Any, comm: Communicator, parameters: Sequence[nn.Parameter], *, first: bool) -> None:
-    """Tells ``Join``, if it is in use, that this rank takes a step, and shares its gradients.
+def take_part_in_join(
+    optimizer: Any, comm: Communicator, find_parameters: Callable[[], Sequence[nn.Parameter]], *, first: bool
+) -> None:
+    """Tells ``Join``, if it is in use, that this rank takes a step, and shares the gradients of its parameters.
 
     Raises:
         RuntimeError: If ``Join`` has a DDP model without the optimizer; it is checked in the ``first`` step.
@@ -40,8 +42,8 @@ def take_part_in_join(optimizer: Any, comm: Communicator, parameters: Sequence[n
         from torch.distributed.algorithms.join import Join
 
         Join.notify_join_context(optimizer)
-        share_gradients(comm, parameters, exhausted=False)
-    elif first and any(wrapper._join_config.enable for wrapper in wrappers_of(parameters)):
+        share_gradients(comm, find_parameters(), exhausted=False)
+    elif first and any(wrapper._join_config.enable for wrapper in wrappers_of(find_parameters())):
         raise RuntimeError(
             "Join, or the model's join(), has the model without the optimizer, which exchanges statistics: a rank that "
             "runs out of inputs would take no part. Put both into it: with Join([model, optimizer])"
