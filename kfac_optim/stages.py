@@ -28,7 +28,7 @@ from .refresh import Pace, Refresher
 from .scaling import traits_of
 from .schedules import Progress, due
 from .sightings import Sightings
-from .steering import Plan, Steering
+from .steering import Brake, Plan, Steering
 
 __all__ = ["COUNTERS", "Staged", "Stages"]
 
@@ -208,7 +208,8 @@ class Stages:
         plan = self.steering.plan(self.blocks, self.progress.step, self.config)
         if not self.closed:
             return plan
-        return replace(plan, trust=0.0, learns=False, computes=False, repeats=False, stretches=False)
+        own = replace(plan, trust=0.0, learns=False, computes=False, repeats=False, stretches=False)
+        return replace(own, graft=1.0, brake=Brake())
 
     @property
     def is_opposed(self) -> bool:

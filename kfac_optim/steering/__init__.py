@@ -20,6 +20,7 @@ Where to look::
     opponents.py        whether networks train against each other
 """
 
+from .brake import Brake
 from .constraints import compares_weights
 from .graft import grafted
 from .inner_products import Compared, alignments
@@ -29,6 +30,7 @@ from .reach import LEAST, stretches
 from .trust import changes_at, turns
 
 __all__ = [
+    "Brake",
     "LEAST",
     "Compared",
     "Lessons",

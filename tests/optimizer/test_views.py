@@ -134,6 +134,9 @@ def test_what_is_shown_of_a_closed_optimizer_is_that_it_is_closed() -> None:
     optimizer = KFACSGD(model, lr=0.1, **EVERY_STEP)
     train(model, optimizer, range(4))
     assert optimizer.curvature.reach > 0
+    steering = optimizer.curvature.stages.steering
+    steering.load({**steering.counters(), "graft": 50, "brake": 0.5})
+    assert (optimizer.curvature.report()["graft"], optimizer.curvature.report()["brake"]) == (0.5, 0.5)
     optimizer.curvature.close()
     title, *_, footer = str(optimizer.curvature).splitlines()
     assert title == "Curvature after 4 steps, closed: steps are the base class's own"
@@ -142,6 +145,7 @@ def test_what_is_shown_of_a_closed_optimizer_is_that_it_is_closed() -> None:
     assert footer.startswith(f"0 layers preconditioned, {len(list(model.parameters()))} parameters by the base rule")
     report = optimizer.curvature.report()
     assert (report["trust"], report["reach"], optimizer.curvature.trust) == (0, 0, 0)
+    assert (report["graft"], report["brake"]) == (1, 1)
 
 
 def test_a_bias_whose_weight_is_frozen_trains_by_the_base_rule() -> None:
