@@ -175,7 +175,7 @@ class Config:
         "auto",
         checks.count(or_word="auto"),
         """The most rows that a factor may have and be kept whole. A larger factor is kept as equal blocks along its
-        diagonal, of at most this many rows. An int >= 1 (1 keeps the diagonals), "auto" (8192, or 2100 on a CPU) or
+        diagonal, of at most this many rows. An int >= 1 (1 keeps the diagonals), "auto" (8192, or 300 on a CPU) or
         None (always whole). Unless it is None, a factor of more than 1024 rows that is at least 10 times as large as
         the other factor of its layer is cut further: G (a vocabulary) to its diagonal, A to blocks as large as the
         other factor, but of at least 256 rows.""",

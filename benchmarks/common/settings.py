@@ -90,6 +90,7 @@ RECIPES: dict[str, Recipe] = {
         about="the paper's method: preconditioned gradients, kl_clip, statistics every 10 and decompositions every 100 "
         "steps (curves: sampled Fisher, every 1 and 10)",
         kfac={
+            "max_factor_dim": None,
             "precondition": "gradient",
             "scaling": "kl_clip",
             "damping": 0.03,

@@ -9,10 +9,12 @@ from typing import Literal
 
 import torch
 
-__all__ = ["is_asynchronous", "machine_of", "refuse_cuda_graphs"]
+__all__ = ["Machine", "is_asynchronous", "machine_of", "refuse_cuda_graphs"]
+
+Machine = Literal["cpu", "accelerator", "meta"]
 
 
-def machine_of(device: torch.device) -> Literal["cpu", "accelerator", "meta"]:
+def machine_of(device: torch.device) -> Machine:
     """The kind of machine that a device is; meta tensors serve to plan models for accelerators and to count work."""
     return "cpu" if device.type == "cpu" else "meta" if device.type == "meta" else "accelerator"
 

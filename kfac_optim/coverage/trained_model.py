@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..blocks import UNSEEN_STEPS, Block
+from ..common.machines import machine_of
 from ..common.user_warning import warn_user
 from ..config import Config
 from ..distributed import Communicator, gathered_weight, own_shape, refuse_flattened, sharding_problem, whole_shape
@@ -184,6 +185,8 @@ class TrainedModel:
                 have been replaced in the model but not in the optimizer.
         """
         whole = self.is_intact or self._whereabouts.accept_moves()
+        # How large the blocks of factors are depends on the machine, and a model may move before its first step.
+        moved = first and any(block.layer.machine != machine_of(block.layer.weight.device) for block in self.blocks)
         # With fewer parameters, groups were taken out of the optimizer: for good, unless they return within some steps.
         self._steps_on_fewer = self._steps_on_fewer + 1 if len(stepped) < len(self.parameters) else 0
         known = all(p in self.parameters for p in stepped) and self._steps_on_fewer < UNSEEN_STEPS
@@ -195,7 +198,7 @@ class TrainedModel:
         unchanged = known and whole
         if first or not unchanged:
             self._check(stepped)
-        return not unchanged
+        return moved or not unchanged
 
     def warn_of_declined(self, before: Iterable[Block]) -> None:
         """Warns of layers that had a block before and are declined now, because their parameters were changed."""

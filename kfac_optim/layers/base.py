@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..common.machines import machine_of
+from ..common.machines import Machine, machine_of
 from ..distributed import whole_shape
 from ..factors import FactorSpec
 from .limits import LARGEST, kept_of
@@ -73,10 +73,9 @@ class LayerOptions:
             raise ValueError(f"weight_sharing returned {choice!r} for {name}: must be 'expand' or 'reduce'")
         return choice
 
-    def largest_block(self, device: torch.device) -> int | None:
-        """The most rows of a block of a factor on this device; None if factors are whole."""
-        limit = self.max_factor_dim
-        return LARGEST[machine_of(device)] if isinstance(limit, str) else limit
+    def largest_block(self, machine: Machine) -> int | None:
+        """The most rows of a block of a factor on a kind of machine; None if factors are whole."""
+        return LARGEST[machine] if isinstance(self.max_factor_dim, str) else self.max_factor_dim
 
     def trains(self, parameter: nn.Parameter) -> bool:
         """Whether the optimizer updates the parameter."""
@@ -124,6 +123,7 @@ class KroneckerLayer(ABC):
         pairs: The number p of Kronecker pairs.
         d_out: The number of rows of ``W``, so that G is ``[p, d_out, d_out]``.
         d_in: The number of columns of ``W``, bias included, so that A is ``[p, d_in, d_in]``.
+        machine: The kind of machine that the weight was on when the layer was found, for which the specs are.
         specs: What is kept of A and of G, a :class:`~kfac_optim.factors.FactorSpec` each: all of it, blocks along the
             diagonal, or the diagonal.
         diagonal_input: Whether A is diagonal by nature (embeddings).
@@ -164,7 +164,8 @@ class KroneckerLayer(ABC):
         self.batch_dim = options.batch_dim
         self.notes = ["this rank's shard"] if self.is_shard else []
         self.pairs, self.d_out, self.d_in = self.structure(module)
-        limit = options.largest_block(self.weight.device)
+        self.machine = machine_of(self.weight.device)
+        limit = options.largest_block(self.machine)
         a, why_a = kept_of("A", FactorSpec(self.pairs, self.d_in, self.diagonal_input), self.d_out, limit)
         g, why_g = kept_of("G", FactorSpec(self.pairs, self.d_out), self.d_in, limit)
         self.specs = a, g

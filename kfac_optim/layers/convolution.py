@@ -50,12 +50,16 @@ class _ConvNdLayer(RowsLayer):
         """
 
     def observe(self, module: Any, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
-        if self.by_example or self.specs[0].diagonal or self.specs[0].blocks > 1:
+        spec, channels = self.specs[0], module.in_channels // module.groups
+        in_groups = spec.blocks == 1 or (self.bias is None and channels % spec.blocks == 0)
+        if self.by_example or spec.diagonal or not in_groups:
             return super().observe(module, a, output, dtype)
         image, windows = self._batched(module, self.multiplicand(a.detach(), dtype), output)
-        # Gives what the base class would, but does not unfold patches where that is faster.
-        shifted = shift_pays(image.shape, windows, module.groups, a.device, half=image.dtype != dtype)
-        moment = (shifted_moment if shifted else unfolded_moment)(image, windows, module.groups)
+        # Gives what the base class would, but does not unfold patches where that is faster. Blocks of whole channels
+        # are like groups.
+        groups = module.groups * spec.blocks
+        shifted = shift_pays(image.shape, windows, groups, a.device, half=image.dtype != dtype)
+        moment = (shifted_moment if shifted else unfolded_moment)(image, windows, groups)
         count = len(image) * math.prod(windows.positions(image.shape[2:]))
         if self.bias is not None:
             total = windows.unfold(image.sum(0, keepdim=True, dtype=dtype)).flatten(2, -1 - len(windows.size)).sum(2)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..common.machines import Machine
 from ..factors import FactorSpec
 
 __all__ = ["LARGEST", "kept_of"]
 
-# The most rows of a block, unless the user gives another number. A CPU core decomposes 2,100 rows (2,048 and a bias) in
-# less than a second; 8,192 rows would take it 64 times as long.
-LARGEST = {"cpu": 2100, "accelerator": 8192, "meta": 8192}
+# The most rows of a block, unless the user gives another number. The time of a decomposition grows with their cube, and
+# blocks lose next to nothing (docs/results/rule.rst, "How large blocks are"). On a CPU, the factors of layers with 256
+# inputs and of 3 x 3 kernels on 32 channels are still whole. On a GPU, many small blocks would take more launches.
+LARGEST: dict[Machine, int | None] = {"cpu": 300, "accelerator": 8192, "meta": 8192}
 # A lopsided factor has more rows than the first of these numbers, and at least so many times as many as the other one
 # of its layer. It costs more than all others of a model together. A lopsided G belongs to a vocabulary: an entry of its
 # diagonal is that of one row of the weight, and next to nothing is lost by the diagonal alone. A lopsided A belongs to
@@ -31,13 +33,13 @@ def kept_of(side: str, whole: FactorSpec, other: int, limit: int | None) -> tupl
     if limit is None or whole.diagonal:
         return whole, ""
     dim = whole.dim
-    why = f"{dim} > max_factor_dim={limit}"
+    why = f"max_factor_dim={limit}"
     if dim > _LOPSIDED_DIM and dim >= _LOPSIDED_RATIO * other:
-        why = f"{dim} is {dim // other} times {other} (max_factor_dim=None: whole)"
+        why = f"{dim} is {dim // other} times {other}; max_factor_dim=None: whole"
         limit = 1 if side == "G" else min(limit, max(_LEAST_BLOCK, other))
     blocks = -(-dim // limit)
     if blocks == 1:
         return whole, ""
     if blocks == dim:
-        return replace(whole, diagonal=True), f"diagonal: {why}"
-    return replace(whole, blocks=blocks), f"block-diagonal, {blocks} blocks of {-(-dim // blocks)}: {why}"
+        return replace(whole, diagonal=True), f"diagonal ({why})"
+    return replace(whole, blocks=blocks), f"in {blocks} blocks of {-(-dim // blocks)} ({why})"

@@ -110,9 +110,13 @@ class EigenSolver:
         return _largest(*of_a[0], of_a[1]), _largest(*of_g[0], of_g[1])
 
     def _limits(self, a: Decomposition, g: Decomposition, gamma: Tensor) -> tuple[tuple[Decomposition, Tensor], ...]:
-        """Both decompositions, each with the limit above which its eigenvalues matter, ``[p]``."""
+        """Both decompositions, each with the limit above which its eigenvalues matter, ``[p b]`` for b blocks."""
         limit = self.negligible * gamma
-        return (a, limit / g[0].amax(-1)), (g, limit / a[0].amax(-1))
+        of_a, of_g = (limit / other[0].view(len(limit), -1).amax(-1) for other in (g, a))
+        return (a, of_a.repeat_interleave(len(a[0]) // len(limit))), (
+            g,
+            of_g.repeat_interleave(len(g[0]) // len(limit)),
+        )
 
     def precondition(self, gradient: Tensor, a: Decomposition, g: Decomposition, gamma: Tensor) -> Tensor:
         """Eqs. 11-13 for one stack; ``joint.py`` computes them for all stacks at once, on GPUs.

@@ -41,8 +41,8 @@ class Solver(Protocol):
     def decompose(self, factor: Tensor, shift: Tensor) -> Decomposition:
         """Decomposes ``factor + shift I``; the factor is ``[p, n, n]``, or ``[p, n]`` if it is diagonal.
 
-        The blocks of a block-diagonal factor count as pairs here and in ``shapes``; ``precondition`` then sees one tile
-        of the gradient at a time, with a block of A and a block of G (:mod:`kfac_optim.stacks.tiles`).
+        The blocks of a block-diagonal factor count as pairs here and in ``shapes``; in ``precondition`` so do the tiles
+        of the gradient, each with a block of A and a block of G (:mod:`kfac_optim.stacks.tiles`).
 
         The engine calls it without autocast and, unless the solver is an :class:`~kfac_optim.EigenSolver`, without
         TF32. The call may come from another thread while the model trains.

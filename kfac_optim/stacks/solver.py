@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from .layout import fill_all
 from .matrices import FlatStorage, Matrices
 from .stack import Stack
 from .stacked import Stacked, Steepest
-from .tiles import Tile, precondition
+from .tiles import Sides, precondition
 
 __all__ = ["StackSolver"]
 
@@ -43,7 +42,7 @@ class StackSolver:
         # JointEigen computes what EigenSolver.precondition does, and knows nothing of a subclass's own.
         self._may_join = getattr(type(solver), "precondition", None) is EigenSolver.precondition
         self._storage: FlatStorage | None = None
-        self._joint: tuple[list[list[Tile]], JointEigen] | None = None  # with the tiles that it was made of
+        self._joint: tuple[list[Sides | None], JointEigen] | None = None  # with what it was made of
 
     def clear(self) -> None:
         """Lets go of all decompositions."""
@@ -60,13 +59,12 @@ class StackSolver:
         if solver is None or not solver.negligible:
             return
         floor = 2 ** (math.floor(4 * math.log2(value)) / 4)
-        old = [s for s in stacks if s.tiles and (s.relevant is None or s.relevant[0] != floor)]
-        given = [(*t.decomposed, (floor * s.damping_unit).to(self.dtype)) for s in old for t in s.tiles]
-        counts = [solver.count_relevant(*of_tile) for of_tile in given]
+        old = [s for s in stacks if s.decomposed and (s.relevant is None or s.relevant[0] != floor)]
+        given = [(*s.decomposed, (floor * s.damping_unit).to(self.dtype)) for s in old if s.decomposed]
+        counts = [solver.count_relevant(*of_stack) for of_stack in given]
         found = torch.stack([count.to(counts[0].device) for count in counts]).tolist() if counts else []
-        parts = (solver.relevant(*of_tile, of_sides) for of_tile, of_sides in zip(given, found, strict=True))
-        for stack in old:
-            stack.note_relevant(floor, [replace(tile, decomposed=next(parts)) for tile in stack.tiles])
+        for stack, of_stack, of_sides in zip(old, given, found, strict=True):
+            stack.note_relevant(floor, solver.relevant(*of_stack, of_sides))
 
     def precondition(
         self, stacks: Sequence[Stack], vectors: StepVectors, value: float, contrast: float | None, *, any_length: bool
@@ -81,15 +79,16 @@ class StackSolver:
                 eigenvalue.
             any_length: Whether the directions may be gamma times as long, which saves launches.
         """
-        tiles = [stack.current_tiles for stack in stacks]
-        joint = self._joint_of(stacks, tiles)
+        decomposed = [stack.in_use for stack in stacks]
+        joint = self._joint_of(stacks, decomposed)
         gradients = self._filled(stacks, vectors.given)
         gammas: list[Tensor] = []  # none if directions are gamma times as long
         if stacks and (joint is None or not any_length):
             gammas = list(torch._foreach_mul([stack.damping_unit for stack in stacks], value))
         of_dtype = [gamma.to(self.dtype) for gamma in gammas]
         if joint is None:
-            of_stacks = zip(gradients.tensors, tiles, of_dtype, strict=True)
+            specs = [stack.specs for stack in stacks]
+            of_stacks = zip(gradients.tensors, decomposed, specs, of_dtype, strict=True)
             directions = Matrices([precondition(self.solver, *of_stack) for of_stack in of_stacks], gradients.groups)
         else:
             directions = gradients.empty()
@@ -122,29 +121,31 @@ class StackSolver:
             found = list(torch._foreach_add([stack.damping_unit for stack in stacks], list(gammas)))
         return torch.cat([largest.to(gammas[0].device, self.dtype) for largest in found])
 
-    def _joint_of(self, stacks: Sequence[Stack], tiles: list[list[Tile]]) -> JointEigen | None:
+    def _joint_of(self, stacks: Sequence[Stack], decomposed: list[Sides | None]) -> JointEigen | None:
         """The decompositions of all stacks together, where launches count; then their matrices lie side by side."""
-        if not (self._may_join and self._can_join(stacks, tiles)):
+        if not (self._may_join and self._can_join(stacks)):
             self._storage = self._joint = None
             return None
-        if self._storage is None or self._joint is None or list(map(id, self._joint[0])) != list(map(id, tiles)):
+        if self._storage is None or self._joint is None or list(map(id, self._joint[0])) != list(map(id, decomposed)):
             shapes, groups = [stack.layout.memory_shape for stack in stacks], [stack.groups for stack in stacks]
             transposed, device = [stack.layout.is_transposed for stack in stacks], stacks[0].layout.device
             wanted, known = (shapes, groups, device, transposed), self._storage
             if known is None or (known.shapes, known.groups, known.device, known.transposed) != wanted:
                 self._storage = FlatStorage(*wanted)
             units = [stack.damping_unit.to(self.dtype) for stack in stacks]
-            self._joint = tiles, JointEigen([of_stack[0].decomposed for of_stack in tiles], units)
+            self._joint = decomposed, JointEigen([sides for sides in decomposed if sides is not None], units)
         return self._joint[1]
 
-    def _can_join(self, stacks: Sequence[Stack], tiles: Sequence[Sequence[Tile]]) -> bool:
+    def _can_join(self, stacks: Sequence[Stack]) -> bool:
         """Whether launches count, and the stacks are few numbers of one device and type, of one tile each."""
         devices = {stack.layout.device for stack in stacks}
         if len(stacks) < 2 or len(devices) > 1 or not is_asynchronous(*devices):
             return False
-        if sum(math.prod(stack.layout.shape) for stack in stacks) > _MOST_NUMEL or any(len(of) != 1 for of in tiles):
+        if sum(math.prod(stack.layout.shape) for stack in stacks) > _MOST_NUMEL:
             return False
-        return all(part.dtype == self.dtype for (tile,) in tiles for side in tile.decomposed for part in side)
+        if any(stack.in_use is None or max(spec.blocks for spec in stack.specs) > 1 for stack in stacks):
+            return False
+        return all(part.dtype == self.dtype for stack in stacks for side in stack.in_use or () for part in side)
 
     def _rate(self, stack: Stack, vectors: StepVectors) -> Scalar:
         """The learning rate of a stack; where weights and biases have different ones a tensor of the stack's shape."""

@@ -15,12 +15,13 @@ from ..common.flat_storage import are_adjacent
 from ..common.grouping import grouped_by_key
 from ..common.machines import is_asynchronous, machine_of
 from ..damping import Damping, kind_of
+from ..factors import FactorSpec
 from ..layers import KroneckerLayer
 from ..solvers import Shifting
 from .layout import Layout
 from .matrices import storage_order
 from .pairs import Groups
-from .tiles import Tile, tiles_of
+from .tiles import Sides
 
 __all__ = ["Stack", "stack_key", "stack_of", "stacks_of"]
 
@@ -36,20 +37,20 @@ class Stack:
 
     Attributes:
         blocks: The layers' blocks.
-        tiles: The tiles of the stack's matrices, each with the decompositions of one block of A and one of G; empty if
-            only other ranks precondition these layers.
+        decomposed: The decompositions of A and of G of all layers, one after the other; None if only other ranks
+            precondition these layers.
         damping_unit: What gamma is a multiple of, for each pair, ``[p]``.
         groups: Which pairs are scaled together; None: each is scaled on its own.
-        relevant: A damping, and the tiles with the parts of their decompositions that matter at it; None: not computed.
+        relevant: A damping, and the parts of the decompositions that matter at it; None: not computed.
         layout: Where the parameters lie in the stack's matrices.
         singles: Stacks of a single block, for steps in which other layers of the stack have no vector.
     """
 
     blocks: list[Block]
-    tiles: list[Tile]
+    decomposed: Sides | None
     damping_unit: Tensor
     groups: Groups | None
-    relevant: tuple[float, list[Tile]] | None = None
+    relevant: tuple[float, Sides] | None = None
     layout: Layout = field(init=False)
     singles: dict[Block, Stack] = field(default_factory=dict)
     _largest_damped: Tensor | None = None
@@ -68,9 +69,14 @@ class Stack:
         return [block.layer.pairs for block in self.blocks]
 
     @property
-    def current_tiles(self) -> list[Tile]:
-        """The tiles, with the relevant parts of their decompositions if these are known."""
-        return self.tiles if self.relevant is None else self.relevant[1]
+    def specs(self) -> tuple[FactorSpec, FactorSpec]:
+        """The shapes of A and G."""
+        return self.blocks[0].specs
+
+    @property
+    def in_use(self) -> Sides | None:
+        """The decompositions, or the relevant parts of them if these are known."""
+        return self.decomposed if self.relevant is None else self.relevant[1]
 
     def with_vectors(self, vectors: Mapping[nn.Parameter, Tensor], damping: Damping) -> list[Stack]:
         """The stack if all of its layers have a vector in this step, else a stack for each layer that has one.
@@ -96,9 +102,9 @@ class Stack:
             self._largest_damped = _cat(found)
         return self._largest_damped
 
-    def note_relevant(self, value: float, tiles: list[Tile]) -> None:
-        """Notes the tiles with the parts of their decompositions that matter at a damping of ``value`` units."""
-        self.relevant = value, tiles
+    def note_relevant(self, value: float, parts: Sides) -> None:
+        """Notes the parts of the decompositions that matter at a damping of ``value`` units."""
+        self.relevant = value, parts
 
 
 def stacks_of(blocks: Sequence[Block], damping: Damping) -> list[Stack]:
@@ -135,15 +141,15 @@ def stack_of(blocks: list[Block], damping: Damping, *, views: bool = False) -> S
     damping_unit = _cat([block.damping_unit(damping) for block in blocks])
     decomposed = [block.decomposed for block in blocks if block.decomposed is not None]
     if not decomposed:
-        return Stack(blocks, [], damping_unit, groups)
+        return Stack(blocks, None, damping_unit, groups)
     if views:
-        return Stack(blocks, tiles_of(decomposed[0], blocks[0].specs), damping_unit, groups)
+        return Stack(blocks, decomposed[0], damping_unit, groups)
     whole = [tuple(_cat(parts) for parts in zip(*side, strict=True)) for side in zip(*decomposed, strict=True)]
     sizes = ([block.specs[side].matrices for block in blocks] for side in range(2))
     parts = [zip(*(part.split(n) for part in side), strict=True) for side, n in zip(whole, sizes, strict=True)]
     for block, in_a, in_g in zip(blocks, *parts, strict=True):
         block.share_storage((in_a, in_g))
-    return Stack(blocks, tiles_of((whole[0], whole[1]), blocks[0].specs), damping_unit, groups)
+    return Stack(blocks, (whole[0], whole[1]), damping_unit, groups)
 
 
 def stack_key(known: Sequence[Block], damping: Damping) -> Any:

@@ -1,8 +1,9 @@
 """Tiles: the parts of a layer's matrices that one block of A and one block of G act on.
 
 The Kronecker product of block-diagonal factors is block-diagonal: ``A_i (x) G_j`` acts on the rows of a matrix that
-belong to ``G_j`` and on the columns that belong to ``A_i``, and on nothing else. A solver preconditions such a tile
-like any other matrix. If both factors are whole or diagonal, the whole matrix is one tile::
+belong to ``G_j`` and on the columns that belong to ``A_i``, and on nothing else. So a solver is given the tiles of a
+matrix as if they were the matrices of so many pairs, all at once. If both factors are whole or diagonal, the whole
+matrix is one tile::
 
                A_1   A_2
              +-----+-----+
@@ -15,7 +16,6 @@ like any other matrix. If both factors are whole or diagonal, the whole matrix i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -24,76 +24,44 @@ from torch import Tensor
 from ..factors import FactorSpec
 from ..solvers import Decomposition, Solver
 
-__all__ = ["Tile", "precondition", "tiles_of"]
+__all__ = ["Sides", "precondition"]
+
+Sides = tuple[Decomposition, Decomposition]  # the decompositions of A and of G of some layers of one shape
 
 
-@dataclass(frozen=True)
-class Tile:
-    """A tile of the matrices of some layers of one shape.
-
-    Attributes:
-        rows: The rows of the tile.
-        columns: The columns of the tile.
-        missing: How many more rows the blocks of G and of A have, because they are padded; their eigenvalues are 0.
-        decomposed: The decompositions of the block of A and of that of G, or the relevant parts of them.
-    """
-
-    rows: slice
-    columns: slice
-    missing: tuple[int, int]
-    decomposed: tuple[Decomposition, Decomposition]
-
-
-def tiles_of(decomposed: tuple[Decomposition, Decomposition], specs: Sequence[FactorSpec]) -> list[Tile]:
-    """The tiles of layers of one shape; nothing is copied.
-
-    Args:
-        decomposed: The decompositions of their A and of their G, of ``p b`` matrices each.
-        specs: The shapes of A and G.
-    """
-    a, g = (_blocks_of(*side) for side in zip(decomposed, specs, strict=True))
-    return [
-        Tile(rows, columns, (missing_rows, missing_columns), (of_a, of_g))
-        for rows, missing_rows, of_g in g
-        for columns, missing_columns, of_a in a
-    ]
-
-
-def _blocks_of(parts: Decomposition, spec: FactorSpec) -> list[tuple[slice, int, Decomposition]]:
-    """For each block of a factor, its rows, the number of rows that pad it, and its decomposition, ``[p, ...]``."""
-    apart = zip(*(part.unflatten(0, (-1, spec.blocks)).unbind(1) for part in parts), strict=True)
-    ends = [min(spec.dim, (number + 1) * spec.size) for number in range(spec.blocks)]
-    starts = range(0, spec.blocks * spec.size, spec.size)
-    found = zip(starts, ends, apart, strict=True)
-    return [(slice(start, end), start + spec.size - end, block) for start, end, block in found]
-
-
-def precondition(solver: Solver, gradient: Tensor, tiles: Sequence[Tile], gamma: Tensor) -> Tensor:
-    """The preconditioned gradient ``[p, d_out, d_in]``, tile by tile (eqs. 8 and 11-13).
+def precondition(
+    solver: Solver, gradient: Tensor, decomposed: Sides | None, specs: Sequence[FactorSpec], gamma: Tensor
+) -> Tensor:
+    """The preconditioned gradient ``[p, d_out, d_in]`` of layers of one shape (eqs. 8 and 11-13).
 
     Args:
         solver: The solver.
         gradient: ``[p, d_out, d_in]``; the result lies in memory as it does.
-        tiles: The tiles, whose decompositions are converted to the gradient's dtype; if there are none, the result is
-            room for what a gradient worker will send.
+        decomposed: The decompositions of A and of G, or the relevant parts of them, of ``p b`` matrices each; they are
+            converted to the gradient's dtype. None: the result is room for what a gradient worker will send.
+        specs: The shapes of A and G.
         gamma: The damping of each pair, ``[p]``.
     """
-    if len(tiles) == 1:
-        found = _applied(solver, gradient, tiles[0], gamma)
-        return found if found.stride() == gradient.stride() else torch.empty_like(gradient).copy_(found)
-    direction = torch.empty_like(gradient)
-    for tile in tiles:
-        part, (missing_rows, missing_columns) = gradient[:, tile.rows, tile.columns], tile.missing
-        found = _applied(solver, F.pad(part, (0, missing_columns, 0, missing_rows)), tile, gamma)
-        direction[:, tile.rows, tile.columns] = found[:, : part.shape[1], : part.shape[2]]
-    return direction
+    if decomposed is None:
+        return torch.empty_like(gradient)
+    a, g = (tuple(part.to(gradient.dtype) for part in side) for side in decomposed)
+    if all(spec.blocks == 1 for spec in specs):
+        found = _applied(solver, gradient, a, g, gamma)
+    else:
+        (pairs, d_out, d_in), (of_a, of_g) = gradient.shape, specs
+        grid = pairs, of_g.blocks, of_a.blocks
+        # The last blocks of G and A may be padded by rows whose eigenvalues are 0.
+        padded = F.pad(gradient, (0, of_a.blocks * of_a.size - d_in, 0, of_g.blocks * of_g.size - d_out))
+        tiles = padded.unflatten(2, (of_a.blocks, -1)).unflatten(1, (of_g.blocks, -1)).transpose(2, 3).flatten(0, 2)
+        a = tuple(part.unflatten(0, (pairs, 1, -1)).expand(*grid, *part.shape[1:]).flatten(0, 2) for part in a)
+        g = tuple(part.unflatten(0, (pairs, -1, 1)).expand(*grid, *part.shape[1:]).flatten(0, 2) for part in g)
+        applied = _applied(solver, tiles, a, g, gamma.repeat_interleave(of_g.blocks * of_a.blocks))
+        found = applied.unflatten(0, grid).transpose(2, 3).flatten(3).flatten(1, 2)[:, :d_out, :d_in]
+    return found if found.stride() == gradient.stride() else torch.empty_like(gradient).copy_(found)
 
 
-def _applied(solver: Solver, gradient: Tensor, tile: Tile, gamma: Tensor) -> Tensor:
-    """The preconditioned gradient of one tile."""
-    a, g = tile.decomposed
-    if any(part.dtype != gradient.dtype for part in (*a, *g)):
-        a, g = (tuple(part.to(gradient.dtype) for part in side) for side in (a, g))
+def _applied(solver: Solver, gradient: Tensor, a: Decomposition, g: Decomposition, gamma: Tensor) -> Tensor:
+    """What the solver makes of matrices that have one block of A and one of G each."""
     found = solver.precondition(gradient, a, g, gamma)
     if (found.shape, found.dtype) != (gradient.shape, gradient.dtype):
         raise ValueError(

@@ -7,6 +7,7 @@ convolutions against an explicit equivalent.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -476,11 +477,14 @@ def test_blocks_of_linear_layers_of_any_width(
     check_with_oracle(lambda: nn.Sequential(nn.Linear(d_in, d_out, bias=bias)), passes, options)
 
 
+@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("limit", [1, 4, 6])
-def test_large_factors_of_convolutions_are_block_diagonal(limit: int, groups: int) -> None:
+def test_large_factors_of_convolutions_are_block_diagonal(limit: int, groups: int, bias: bool) -> None:
+    """Without a bias and with 4 rows, blocks are whole channels, whose moments need no patches."""
     passes = [((torch.randn(3, 4, 3, 3),), torch.randn(3, 2, 2, 2))]
-    check_with_oracle(lambda: nn.Sequential(nn.Conv2d(4, 2, 2, groups=groups)), passes, {"max_factor_dim": limit})
+    make = functools.partial(nn.Conv2d, 4, 2, 2, groups=groups, bias=bias)
+    check_with_oracle(lambda: nn.Sequential(make()), passes, {"max_factor_dim": limit})
 
 
 @pytest.mark.parametrize("module", [nn.BatchNorm2d(4), nn.GroupNorm(2, 4)], ids=["batch", "group"])

@@ -17,7 +17,7 @@ from kfac_optim.factors import FactorSpec
 from kfac_optim.layers import find_layers, moments
 from kfac_optim.layers.moments import second_moment
 from kfac_optim.solvers import Decomposition, EigenSolver, InverseSolver, Solver, damps_factors
-from kfac_optim.stacks.tiles import precondition, tiles_of
+from kfac_optim.stacks.tiles import precondition
 from tests.helpers.compare import assert_near
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -131,7 +131,7 @@ def test_directions_against_the_dense_solve(
         for spec, moment, shift in zip(sides, moments, shifts, strict=True)
     ]
     v = torch.randn(pairs, sides[1].dim, sides[0].dim)
-    found = precondition(solver, v, tiles_of((decomposed[0], decomposed[1]), sides), gamma)
+    found = precondition(solver, v, (decomposed[0], decomposed[1]), sides, gamma)
     for pair in range(pairs):
         of_pair = (shifts[0][pair], shifts[1][pair])
         assert_near(found[pair], solved(solver, v[pair], a[pair], g[pair], gamma[pair], of_pair))
@@ -152,10 +152,10 @@ def test_directions_can_be_sent_and_have_the_gradient_s_dtype(blocks: int, inv_d
     shift, v = torch.full((2,), 0.1), torch.randn(2, 3, 4)
     a, g = (Turned().decompose(some_moment(spec, 9), spec.for_blocks(shift)) for spec in sides)
     stored = tuple(part.to(inv_dtype) for part in a), tuple(part.to(inv_dtype) for part in g)
-    found = precondition(Turned(), v, tiles_of(stored, sides), shift)
+    found = precondition(Turned(), v, stored, sides, shift)
     exact = tuple(part.double() for part in stored[0]), tuple(part.double() for part in stored[1])
     assert found.is_contiguous() and found.dtype is v.dtype
-    assert_near(found, precondition(Turned(), v, tiles_of(exact, sides), shift))
+    assert_near(found, precondition(Turned(), v, exact, sides, shift))
 
 
 # In an engine --------------------------------------------------------------------------------------------------------
@@ -201,10 +201,11 @@ def kept(d_in: int, d_out: int, device: str, **options: Any) -> tuple[Any, Any, 
 
 
 def test_wide_factors_are_split_as_far_as_the_device_asks_for() -> None:
-    assert kept(2100, 2048, "cpu") == ((False, False), (1, 1), [])
-    assert kept(2101, 6400, "cpu")[:2] == ((False, False), (2, 4))
+    assert kept(300, 257, "cpu") == ((False, False), (1, 1), [])
+    notes = ["A in 2 blocks of 151 (max_factor_dim=300)", "G in 3 blocks of 257 (max_factor_dim=300)"]
+    assert kept(301, 769, "cpu") == ((False, False), (2, 3), notes)
     assert kept(8192, 8193, "meta") == (
-        (False, False), (1, 2), ["G block-diagonal, 2 blocks of 4097: 8193 > max_factor_dim=8192"]
+        (False, False), (1, 2), ["G in 2 blocks of 4097 (max_factor_dim=8192)"]
     )  # fmt: skip
     assert kept(2101, 6400, "cpu", max_factor_dim=None) == ((False, False), (1, 1), [])
     assert kept(10, 7, "cpu", max_factor_dim=4)[:2] == ((False, False), (3, 2))
@@ -216,7 +217,7 @@ def test_vocabularies_are_diagonal() -> None:
     for d_in, d_out in ((768, 50257), (4096, 128256), (8192, 128256), (1000, 10000)):
         diagonal, blocks, notes = kept(d_in, d_out, "meta")
         assert (diagonal, blocks) == ((False, True), (1, 1))
-        assert notes == [f"G diagonal: {d_out} is {d_out // d_in} times {d_in} (max_factor_dim=None: whole)"]
+        assert notes == [f"G diagonal ({d_out} is {d_out // d_in} times {d_in}; max_factor_dim=None: whole)"]
     assert kept(1024, 4096, "meta")[:2] == kept(100, 1024, "meta")[:2] == ((False, False), (1, 1))
     assert kept(2048, 1000, "meta")[:2] == ((False, False), (1, 1))
     assert kept(768, 50257, "cpu", max_factor_dim=None)[:2] == ((False, False), (1, 1))
@@ -224,10 +225,39 @@ def test_vocabularies_are_diagonal() -> None:
 
 def test_wide_inputs_are_in_blocks_as_large_as_the_outputs() -> None:
     """Of the MNIST example, a classifier of few classes, a net on large images; 784 pixels, and 9 taps, are whole."""
-    diagonal, blocks, notes = kept(9216, 128, "cpu")
+    diagonal, blocks, notes = kept(9216, 128, "meta")
     assert (diagonal, blocks) == ((False, False), (36, 1))
-    assert notes == ["A block-diagonal, 36 blocks of 256: 9216 is 72 times 128 (max_factor_dim=None: whole)"]
+    assert notes == ["A in 36 blocks of 256 (9216 is 72 times 128; max_factor_dim=None: whole)"]
     assert kept(2048, 10, "meta")[:2] == ((False, False), (8, 1))
-    assert kept(50_000, 500, "cpu")[:2] == ((False, False), (100, 1))
+    assert kept(50_000, 500, "meta")[:2] == ((False, False), (100, 1))
     assert kept(9216, 128, "cpu", max_factor_dim=100)[:2] == ((False, False), (93, 2))
-    assert kept(784, 10, "cpu")[:2] == kept(9 * 512, 512, "meta")[:2] == ((False, False), (1, 1))
+    assert kept(784, 10, "meta")[:2] == kept(9 * 512, 512, "meta")[:2] == ((False, False), (1, 1))
+
+
+def test_blocks_follow_a_model_that_moves_before_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a GPU, whose blocks are larger: also if a state of such a run is loaded there."""
+    torch.manual_seed(0)
+
+    def moved() -> KFACSGD:
+        monkeypatch.undo()
+        optimizer = KFACSGD(nn.Sequential(nn.Linear(301, 3)), lr=0.1, inv_update_steps=1, factor_update_steps=1)
+        assert [spec.blocks for spec in optimizer.curvature.layers[0].specs] == [2, 1]
+        for module in ("layers.base", "coverage.trained_model"):
+            monkeypatch.setattr(f"kfac_optim.{module}.machine_of", lambda device: "accelerator")
+        return optimizer
+
+    def train(optimizer: KFACSGD) -> None:
+        model = optimizer.curvature.stages.trained.model
+        assert model is not None
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(8, 301)).square().mean().backward()
+            optimizer.step()
+        assert [spec.blocks for spec in optimizer.curvature.layers[0].specs] == [1, 1]
+        assert all(block.has_direction for block in optimizer.curvature.stages.blocks)
+
+    first, second = moved(), moved()
+    train(first)
+    second.load_state_dict(first.state_dict())
+    train(second)
+    assert second.curvature.step_count == 6

@@ -96,9 +96,9 @@ def test_a_large_factor_is_split_and_says_why() -> None:
     def row(limit: int | None) -> str:
         return rows_of(str(KFACSGD(model, lr=0.1, max_factor_dim=limit).curvature))["0"]
 
-    assert "A block-diagonal, 3 blocks of 7: 21 > max_factor_dim=10" in row(10) and "G " not in row(10)
-    assert "A diagonal: 21 > max_factor_dim=1" in row(1) and "G diagonal: 3 > max_factor_dim=1" in row(1)
-    assert "diagonal" not in row(21) + row(None)
+    assert "A in 3 blocks of 7 (max_factor_dim=10)" in row(10) and "G " not in row(10)
+    assert "A diagonal (max_factor_dim=1); G diagonal (max_factor_dim=1)" in row(1)
+    assert "max_factor_dim" not in row(21) + row(None)
 
 
 def test_the_table_follows_training() -> None:
