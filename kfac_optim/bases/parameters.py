@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ..common.flat_storage import Tensors
 from ..common.rates import Scalar, rate_of
-from .multi_tensor import multiplied
 from .state_keys import MOMENT
 
 __all__ = ["Bucket", "Member", "Rule", "gradients_of"]
@@ -101,7 +100,7 @@ class Rule:
         if (decay := group.get("weight_decay")) and self.is_decoupled(group):
             kept = 1 - rate_of(group) * decay
         if isinstance(kept, Tensor):
-            return multiplied(params, [1.0] * len(params), kept)
+            return [p * kept for p in params]
         return torch._foreach_mul(params, kept)
 
     def updates(self, bucket: Bucket, before: Tensors, moments: Tensors, descent: Tensors) -> Tensors:

@@ -8,7 +8,7 @@ docstrings say what each method returns, and add it to ``_RULES``.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -189,8 +189,8 @@ class LambRule(Rule):
         assert isinstance(lamb, torch_optimizer.Lamb)
         ratios = [1.0 if lamb.adam else m.state["trust_ratio"] for m in bucket]
         sizes = [rate_of(group) * debiasing(lamb, group, m.state) for m in bucket]
-        shares = [size * ratio * group["weight_decay"] for size, ratio in zip(sizes, ratios, strict=True)]
-        return torch._foreach_sub(before, _scaled(before, shares))
+        parts = zip(before, sizes, ratios, strict=True)
+        return torch._foreach_sub(before, [w * (size * ratio * group["weight_decay"]) for w, size, ratio in parts])
 
 
 def _second(m: Member) -> Tensor:
@@ -218,14 +218,6 @@ def bias_correction(beta: float, steps: float | Tensor) -> Scalar:
     if not isinstance(steps, Tensor):
         return 1 - beta**steps
     return -torch.expm1(steps * math.log(beta)) if beta else 1.0  # float32 would round 1 - beta^steps
-
-
-def _scaled(tensors: Sequence[Tensor], scales: Sequence[Scalar]) -> Tensors:
-    """Each tensor times its scale."""
-    numbers = [scale for scale in scales if not isinstance(scale, Tensor)]
-    if len(numbers) == len(scales):
-        return torch._foreach_mul(list(tensors), numbers)
-    return [tensor * scale for tensor, scale in zip(tensors, scales, strict=True)]
 
 
 # The rules by class; the first that fits counts. Not every version of torch has Muon, and in some AdamW is an Adam.
