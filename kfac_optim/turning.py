@@ -86,7 +86,7 @@ def _turn_and_stretch(
     if not directions.scaled and directions.exchange is None:  # on any rank
         return
     if not plan.learns:
-        _subtract(_changes_of(covered, directions.laid_out(changes_at(directions.scaled, plan.trust))))
+        _subtract(covered, directions.laid_out(changes_at(directions.scaled, plan.trust)))
         return
     scaled, trust = grafted(directions.scaled, plan.graft), plan.trust
     updates = {**base.moments, **base.other_updates}
@@ -101,7 +101,7 @@ def _turn_and_stretch(
     found = directions.several_laid_out(makers)
     if takes_whole_turn:
         found[records.CHANGE] = found[records.TURN]
-    _subtract(_changes_of(covered, found.get(records.CHANGE, {})))
+    _subtract(covered, found.get(records.CHANGE, {}))
     if records.STRETCH in found:
         stretched = _changes_of(covered, found[records.STRETCH])
         for bucket, vectors in stretched:
@@ -136,9 +136,9 @@ def _changes_of(buckets: Sequence[Bucket], changes: Mapping[nn.Parameter, Tensor
     return found
 
 
-def _subtract(changes: Changes) -> None:
+def _subtract(buckets: Sequence[Bucket], changes: Mapping[nn.Parameter, Tensor]) -> None:
     """Subtracts the changes, which are per unit of the learning rate, from the weights."""
-    for bucket, vectors in changes:
+    for bucket, vectors in _changes_of(buckets, changes):
         subtract_([m.p for m in bucket], vectors, rate_of(bucket[0].group))
 
 
