@@ -124,7 +124,7 @@ class SampledBackward:
 
     def _check_loss(self, g: Tensor) -> None:
         """Warns, once, if the gradient of the user's loss cannot be that of the distribution's likelihood."""
-        if self._checked or g.dim() == 0:
+        if self._checked:
             return
         self._checked = True  # only once, because it reads from the device
         problem = self.fisher.misfit(g)

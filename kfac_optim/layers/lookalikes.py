@@ -75,9 +75,10 @@ def lookalike(module: nn.Module) -> tuple[LayerFactory, str] | None:
         ValueError: If the weight is not initialised yet, as what the module computes cannot be known before.
     """
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
-    if weight is not None:
-        require_initialised(module, weight)
-    if weight is None or not _is_simple(module):
+    if weight is None:
+        return None
+    require_initialised(module, weight)
+    if not _is_simple(module):
         return None
     shape = tuple(whole_shape(weight))
     if bias is not None and tuple(whole_shape(bias)) not in {(size,) for size in shape}:
@@ -234,12 +235,12 @@ def _outcome(forward: Callable[[Tensor], Any], x: Tensor, parameters: Sequence[T
 
 def _agree(found: Sequence[Any], wanted: Sequence[Any]) -> bool:
     """Whether two outcomes are the same, up to rounding in float32."""
-    for a, b in zip(found, wanted, strict=False):
+    for a, b in zip(found, wanted, strict=True):
         if not (isinstance(a, Tensor) and a.shape == b.shape and a.dtype == b.dtype and a.device == b.device):
             return False
         if not bool((a - b).detach().abs().max() <= _TOLERANCE * b.detach().abs().max()):
             return False
-    return len(found) == len(wanted)
+    return True
 
 
 @contextlib.contextmanager
