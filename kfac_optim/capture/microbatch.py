@@ -277,14 +277,12 @@ class BackwardPasses:
     def _compare_gradients(self) -> None:
         """Restarts the statistics of layers whose gradient was removed or zeroed before this backward pass."""
         statistics, watch = self.statistics, self._watch
-        removed = watch.removed(statistics.sums)
-        if removed:
+        if removed := watch.removed(statistics.sums):
             self._on_thrown_away()
-        statistics.restart(removed)
-        if removed and not statistics.sums:  # else passes would pile up while another optimizer trains the model
-            self.statistics = statistics = StepStatistics()
-        changed = watch.changed(statistics.sums)
-        if changed:
+            statistics.restart(removed)
+            if not statistics.sums:  # else passes would pile up while another optimizer trains the model
+                self.statistics = statistics = StepStatistics()
+        if changed := watch.changed(statistics.sums):
             statistics.restart_cleared(changed, watch.largest(changed))
 
     def _on_backward_end(self) -> None:
