@@ -164,8 +164,8 @@ def _can_repeat(engine: CurvatureEngine, plan: Plan, buckets: Sequence[Bucket]) 
     if not turned or (others and any(b.has_direction and b.layer.weight in others for b in engine.stages.blocks)):
         return False
     for some in turned:
-        base, own = some[0].rule.averages_gradients(some[0].group), plan.moment_decay > 0
-        if [m for m in some if not (base if m.has_first_moment else own)]:
+        of_base, kept_here = some[0].rule.averages_gradients(some[0].group), plan.moment_decay > 0
+        if [m for m in some if not (of_base if m.has_first_moment else kept_here)]:
             return False
     repeated = (records.CHANGE, records.STRETCH) if plan.stretches else (records.CHANGE,)
     return plan.trust == 0 or any(records.having(some, key) for some in turned for key in repeated)

@@ -105,18 +105,18 @@ class ModelCalls:
         Raises:
             RuntimeError: If another thread is in a call of the model.
         """
-        if forward is not None and self.current is not None and self.current.is_of_other_thread:
+        call = self.current
+        if call is not None and forward is not None and call.is_of_other_thread:
             if not torch.is_grad_enabled():  # the model is evaluated while it trains
                 return None
             raise RuntimeError(CONCURRENT)
         if in_backward() and self.last is not None:  # a checkpoint recomputes part of a call that was counted
             return None
-        if self.current is not None and self.current.is_training_loop:
-            self.current = None
-        if self.current is not None:
-            if self.current.module is module:
+        if call is not None and not call.is_training_loop:
+            if call.module is module:
                 self._depth += 1
             return None
+        self.current = None
         if not torch.is_grad_enabled():
             return None
         self.current = ModelCall(module, forward, None if forward is None else threading.current_thread())

@@ -16,7 +16,7 @@ from .base import COMPUTED, Declined, KroneckerLayer, LayerOptions
 from .lookalikes import lookalike
 from .registry import LayerFactory, factory_of
 
-__all__ = ["Coverage", "find_layers", "skip_reason"]
+__all__ = ["FoundLayers", "find_layers", "skip_reason"]
 
 
 def _factory_for(module: nn.Module) -> tuple[LayerFactory | None, str]:
@@ -63,7 +63,7 @@ def _path(cls: type) -> str:
     return cls.__qualname__ if cls.__module__.startswith("torch.nn") else f"{cls.__module__}.{cls.__qualname__}"
 
 
-def find_layers(roots: Iterable[nn.Module], options: LayerOptions) -> Coverage:
+def find_layers(roots: Iterable[nn.Module], options: LayerOptions) -> FoundLayers:
     """Finds the Kronecker layers of some modules.
 
     A weight that several modules use under the same rule and with the same bias is one layer. If the rules differ, or
@@ -75,10 +75,10 @@ def find_layers(roots: Iterable[nn.Module], options: LayerOptions) -> Coverage:
         roots: The user's modules.
         options: The engine's options for layers.
     """
-    return Coverage(list(roots), options)
+    return FoundLayers(list(roots), options)
 
 
-class Coverage:
+class FoundLayers:
     """The layers of some modules, and the reasons why other parameters have none; made by :func:`find_layers`.
 
     Attributes:
@@ -116,7 +116,7 @@ class Coverage:
                 continue
             if reason and parameter not in self._names:
                 self._reasons[parameter] = reason
-            elif reason and parameter in {p for layer in self._layers.values() for p in layer.parameters}:
+            elif reason:
                 self._reasons.setdefault(parameter, f"shared with {parameter_name}: {reason}")
             self._names.setdefault(parameter, parameter_name)
         for layer in layers:

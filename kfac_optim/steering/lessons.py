@@ -149,7 +149,8 @@ def lessons_of(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], watc
 def _turn(buckets: Sequence[Bucket], rates: Sequence[Scalar], copies: Copies) -> Scalar | None:
     """``|lr| <g', k - u>``, summed over all parameters, up to a positive factor; ``rates``: those of all groups."""
     common = common_rate(rates)
-    unit = 1.0 if common is None or isinstance(common, Tensor) else abs(common) or 1.0  # dividing by it keeps signs
+    # Rates are divided by it, which keeps signs: where all are equal, nothing is to be multiplied on the device.
+    unit = 1.0 if common is None or isinstance(common, Tensor) else abs(common) or 1.0
     compared: list[Compared] = []
     for bucket in buckets:
         if some := records.having(bucket, records.TURN):
