@@ -11,6 +11,7 @@ If a module holds its optimizer, the optimizer is copied first, and must wait fo
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -97,15 +98,9 @@ def when_whole(roots: Sequence[nn.Module], call: Callable[[], None]) -> None:
 
     A copy or a pickle first restores what a module's state holds, such as an optimizer, and then sets that state.
     """
-    waiting, seen = list(roots), set[nn.Module]()
-    while waiting:
-        module = waiting.pop()
-        if module in seen:
-            continue
-        seen.add(module)
+    for module in itertools.chain.from_iterable(root.modules() for root in roots):  # each before those in it
         if vars(module).keys() <= {"__setstate__"}:
             taker = vars(module).setdefault("__setstate__", _StateTaker(module))
             taker.afterwards.append(functools.partial(when_whole, roots, call))  # others may not be whole then
             return
-        waiting += module.children()
     call()

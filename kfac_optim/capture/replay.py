@@ -133,8 +133,8 @@ class Replay:
     ) -> None:
         self.module, self.fisher, self.loss_terms, self.layers = module, fisher, loss_terms, layers
         self.enabled = True
-        self._depth = 0  # how many calls of the model are in progress: it may call itself
-        self._open: tuple[tuple[Any, ...], dict[str, Any], RandomState, bool] | None = None  # the call in progress
+        # The calls in progress, the outermost first: the model may call itself.
+        self._open: list[tuple[tuple[Any, ...], dict[str, Any], RandomState, bool]] = []
         self._calls: dict[_Call, Tensor] = {}  # the calls whose gradients have arrived, with these
         self._watch = GradientWatch(())
         self._task = -1  # the number of the last backward pass that has reached an output
@@ -153,7 +153,7 @@ class Replay:
         """Discards the calls of this step, except one that still awaits its backward pass."""
         self._calls = {}
         if not in_backward():
-            self._depth, self._open = 0, None
+            self._open = []
 
     def take(self, fraction: float, loss_scale: float) -> tuple[list[Part], int]:
         """Ends the step.
@@ -208,19 +208,15 @@ class Replay:
     def _on_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled() or in_backward():
             return
-        self._depth += 1
-        if self._depth > 1:
-            return
         device = next(module.parameters()).device
-        self._open = args, kwargs, RandomState(device), torch.is_autocast_enabled(device.type)
+        self._open.append((args, kwargs, RandomState(device), torch.is_autocast_enabled(device.type)))
 
     def _on_return(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if not torch.is_grad_enabled() or in_backward():
+        if not torch.is_grad_enabled() or in_backward() or not self._open:
             return
-        self._depth -= 1
-        if self._depth > 0 or self._open is None:
+        begun = self._open.pop()
+        if self._open:
             return
-        begun, self._open = self._open, None
         parameters = None if output is None else self.fisher.parameters_of(output)
         if isinstance(parameters, Tensor) and parameters.requires_grad and parameters.dim():
             call = _Call(*begun, parameters.detach(), self.loss_terms.count(args, kwargs, output))
