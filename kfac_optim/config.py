@@ -207,7 +207,7 @@ class Config:
     def __setattr__(self, name: str, value: Any) -> None:
         field, constructed = _FIELDS.get(name), self._constructed
         if field is None:
-            if constructed and not (name.startswith("_") or hasattr(self, name)):
+            if constructed and not (name in self.__dict__ or name.startswith("_") or hasattr(self, name)):
                 hint = _did_you_mean(name, [known for known in dir(self) if not known.startswith("_")])
                 raise AttributeError(f"{type(self).__name__} has no {name!r} to set{hint}")
             super().__setattr__(name, value)

@@ -92,7 +92,7 @@ class Observation:
             the positions of each example, ``[n, p, d_in]``.
         count: The number of rows in the sum. For layers with ``by_example``, instead, the number of positions of each
             example, a tensor ``[p]``.
-        context: What :meth:`~kfac_optim.KroneckerLayer.output_rows` and
+        context: What :meth:`~kfac_optim.layers.RowsLayer.output_rows` and
             :meth:`~kfac_optim.KroneckerLayer.output_moment` need to know of the call; None for most types.
     """
 
@@ -212,18 +212,6 @@ class KroneckerLayer(ABC):
         """
 
     @abstractmethod
-    def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
-        """The output gradient ``g`` of a call as rows ``[n, r, p, d_out]``.
-
-        With "expand" examples and positions may be merged, ``[n r, 1, p, d_out]``.
-
-        Args:
-            module: The module that was called.
-            g: The gradient of its output, of the output's shape.
-            context: The ``context`` of the call's :class:`~kfac_optim.layers.Observation`.
-        """
-
-    @abstractmethod
     def observe(self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
         """One call's contribution to A.
 
@@ -232,6 +220,19 @@ class KroneckerLayer(ABC):
             a: Its input.
             output: Its output.
             dtype: The precision to compute in.
+        """
+
+    @abstractmethod
+    def output_moment(self, module: nn.Module, g: Tensor, observation: Observation) -> Tensor:
+        """The sum of ``g g^T`` over the rows of one call, ``[p, d_out, d_out]`` (``[p, d_out]`` where G is diagonal).
+
+        It is ``[p b, m, m]`` where G has b blocks of m rows. For layers with ``by_example`` it is, instead, the sum of
+        g over the positions of each example, ``[n, p, d_out]``.
+
+        Args:
+            module: The module that was called.
+            g: The gradient of its output, of the output's shape.
+            observation: What :meth:`~kfac_optim.KroneckerLayer.observe` returned for the call.
         """
 
     @abstractmethod
@@ -263,17 +264,6 @@ class KroneckerLayer(ABC):
     def by_example(self) -> bool:
         """Whether an example has one row for all calls of a backward pass (reduce), rather than rows for each call."""
         return self.sharing == "reduce"
-
-    def output_moment(self, module: nn.Module, g: Tensor, observation: Observation) -> Tensor:
-        """The sum of ``g g^T`` over the rows of one call, ``[p, d_out, d_out]`` (``[p, d_out]`` where G is diagonal).
-
-        It is ``[p b, m, m]`` where G has b blocks of m rows. For layers with ``by_example`` it is, instead, the sum of
-        g over the positions of each example, ``[n, p, d_out]``.
-        """
-        rows = self.output_rows(module, g, observation.context)
-        if self.by_example:
-            return rows.sum(1)
-        return second_moment(rows, diagonal=self.specs[1].diagonal, blocks=self.specs[1].blocks)
 
     @property
     def combined_with(self) -> Hashable:
@@ -313,6 +303,18 @@ class RowsLayer(KroneckerLayer):
         """The input ``a`` of a call as rows ``[n, r, p, d]``, in chunks over n; d is d_in without the bias's column."""
 
     @abstractmethod
+    def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
+        """The output gradient ``g`` of a call as rows ``[n, r, p, d_out]``.
+
+        With "expand" examples and positions may be merged, ``[n r, 1, p, d_out]``.
+
+        Args:
+            module: The module that was called.
+            g: The gradient of its output, of the output's shape.
+            context: The ``context`` of the call's :class:`~kfac_optim.layers.Observation`.
+        """
+
+    @abstractmethod
     def weight_to_matrix(self, weight: Tensor) -> Tensor:
         """A tensor of the weight's shape as matrices ``[p, d_out, d]``, without the bias's column."""
 
@@ -347,6 +349,12 @@ class RowsLayer(KroneckerLayer):
         if self.bias is not None:
             a = F.pad(a, (0, 1), value=positions)
         return Observation(a, torch.full(a.shape[1:2], float(positions), dtype=a.dtype, device=a.device))
+
+    def output_moment(self, module: nn.Module, g: Tensor, observation: Observation) -> Tensor:
+        rows = self.output_rows(module, g, observation.context)
+        if self.by_example:
+            return rows.sum(1)
+        return second_moment(rows, diagonal=self.specs[1].diagonal, blocks=self.specs[1].blocks)
 
     def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         matrix = self.weight_to_matrix(weight)

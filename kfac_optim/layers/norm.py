@@ -94,9 +94,6 @@ class _NormLayer(KroneckerLayer):
         sums = self.gradient_sums(module, a.to(g.dtype), g, known)
         return sums if self.d_out == 2 else sums[..., :1]
 
-    def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
-        return self.output_moment(module, g, Observation(_ONE, _ONE, context))[:, None]
-
     def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         return torch.stack([p.flatten() for p in (weight, bias) if p is not None], dim=-1)[..., None]
 
