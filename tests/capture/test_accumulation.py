@@ -216,6 +216,36 @@ def test_backward_twice_through_one_graph() -> None:
     assert_same_weights(model, doubled)
 
 
+def test_a_second_pass_through_a_freed_graph_is_torchs_own_error() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = KFACSGD(model, **OPTIONS)
+    loss = model(torch.randn(5, 3)).sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+    optimizer.step()
+
+
+class Halves(nn.Module):
+    """Returns both halves of what it computes, two results of one operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.second(self.first(x).tanh()).chunk(2, dim=1)
+
+
+def test_an_output_that_the_loss_leaves_out_has_no_sampled_targets() -> None:
+    """Although the operation that made it gets a gradient, that of its other result."""
+    model = Halves()
+    optimizer = KFACSGD(model, **OPTIONS, fisher="gaussian")
+    model(torch.randn(5, 3))[1].square().sum().backward()
+    with pytest.raises(RuntimeError, match="none of its layers was seen"):
+        optimizer.step()
+
+
 @pytest.mark.fast("empirical")
 @pytest.mark.parametrize("fisher", ["empirical", "gaussian"])
 def test_a_loss_that_is_kept_keeps_nothing_that_was_observed(fisher: str) -> None:

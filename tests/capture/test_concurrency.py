@@ -127,6 +127,21 @@ def test_evaluation_beside_training_leaves_no_trace(where: str, average: Any) ->
     assert_same_factors(optimizer, expected)
 
 
+def test_gradients_that_another_thread_clears_within_a_pass() -> None:
+    """The pass then ends with what came after that."""
+    model = net()
+    optimizer = KFACSGD(model, **OPTIONS)
+    beside(model, "backward", optimizer.zero_grad)
+    optimizer.zero_grad()
+    loss_of(model, 2).backward()
+    optimizer.step()
+    expected = net()
+    again = KFACSGD(expected, **OPTIONS)
+    loss_of(expected, 2).backward()
+    again.step()
+    assert_same_factors(optimizer, again)
+
+
 def test_one_thread_after_the_other() -> None:
     """Each with forward and backward; or all forward passes in threads, and one backward pass."""
     model = net()

@@ -58,6 +58,7 @@ def test_what_the_loss_is_averaged_over_is_one_value() -> None:
     tokens, loss = torch.zeros(4, 3, dtype=torch.long), torch.zeros(())  # which have no features
     for average, count in (("batch", 4), ("batch+sequence", 12)):
         assert LossTerms(average).count((tokens,), {}, loss) == count
+        assert LossTerms(average).count((), {}, loss) == LossTerms(average).count(("words",), {}, None) == 1
 
 
 # Against the dense definition ----------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import copy
 import functools
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -138,6 +139,18 @@ class OverImages(ConvNeXtLayerNorm):
         return y if x.dim() < 4 else 2 * y
 
 
+class EmbeddingOrHead(nn.Embedding):
+    """Compared with numbers alone it is a Linear."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight) if x.is_floating_point() else super().forward(x)
+
+
+class Pair(NanoGPTLayerNorm):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), x
+
+
 def llama(kind: str) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         pytest.importorskip("transformers")
@@ -177,6 +190,8 @@ OTHER: dict[str, Callable[[], nn.Module]] = {
     "scaled Linear": lambda: Scaled(6, 4),
     "a buffer": lambda: Buffered(6, 4),
     "other in four dimensions": lambda: OverImages(6),
+    "indices or features": lambda: EmbeddingOrHead(6, 4),
+    "two outputs": lambda: Pair(6),
 }
 
 

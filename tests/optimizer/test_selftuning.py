@@ -271,6 +271,43 @@ def test_keywords_outputs_and_checkpoints_make_no_difference(monkeypatch: pytest
     assert_same_weights(wrapped.body, model, 1e-6)
 
 
+class Recurrent(nn.Module):
+    """Applies its first part three times, by calls of itself or by its forward."""
+
+    def __init__(self, by_call: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.part, self.head, self.by_call = nn.Linear(4, 4), nn.Linear(4, 3), by_call
+
+    def forward(self, x: Tensor, times: int = 3) -> Tensor:
+        if times == 0:
+            return self.head(x)
+        return (self if self.by_call else self.forward)(self.part(x).tanh(), times - 1)
+
+
+def test_a_model_that_calls_itself_is_repeated_from_its_outermost_call() -> None:
+    found = []
+    for by_call in (False, True):
+        model = Recurrent(by_call).double()
+        train(model, KFAC(model, fisher=FixedTargets(), **FLOAT64), range(3), **BATCH)
+        found.append(model)
+    assert_same_weights(found[1], found[0], 1e-6)
+
+
+def test_several_calls_under_one_pass_all_count_however_gradients_are_cleared() -> None:
+    found = []
+    for by_model in (False, True):
+        model, optimizer = make(fisher=FixedTargets())
+        for step in range(3):
+            inputs, classes = data_of(step, (64, 4))
+            (model if by_model else optimizer).zero_grad()
+            parts = zip(inputs.chunk(2), classes.chunk(2), strict=True)
+            torch.stack([F.cross_entropy(model(x), y) for x, y in parts]).mean().backward()
+            optimizer.step()
+        found.append(model)
+    assert_same_weights(found[1], found[0], 1e-6)
+
+
 def test_micro_batches_are_one_batch() -> None:
     (model, optimizer), (parted, again) = make(fisher=FixedTargets()), make(fisher=FixedTargets())
     train(model, optimizer, range(4), **BATCH)

@@ -222,6 +222,24 @@ def test_a_closed_optimizer_stays_closed_whatever_happens_to_it() -> None:
         assert not module._forward_hooks and not module._forward_pre_hooks
 
 
+def test_a_closed_optimizer_is_saved_after_parameters_were_replaced() -> None:
+    """As torch's own is, which would have no state of the old ones either."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    optimizer = KFACSGD(model, lr=0.05)
+    inputs = torch.randn(8, 4)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+    optimizer.curvature.close()
+    model[1] = nn.Linear(3, 2)
+    optimizer.param_groups[0]["params"][2:] = model[1].parameters()
+    optimizer.zero_grad()
+    model(inputs).square().mean().backward()
+    optimizer.step()
+    assert len(optimizer.state_dict()["state"]) == 4
+
+
 def test_an_engine_that_stands_alone_can_be_copied() -> None:
     model = make_model()
     engine = CurvatureEngine(model, **SETTINGS)
