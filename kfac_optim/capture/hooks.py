@@ -195,7 +195,8 @@ class Capture:
     def _on_model_call_end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         call = self._calls.leave(module)
         if call is None:
-            # The open call may be one that was interrupted. A user's callable never sees calls inside another call.
+            # If the open call was interrupted, this one stands for it, and M is this one's. If the module calls itself,
+            # the outermost call sets M once more. A user's callable is asked about outermost calls alone.
             if (outer := self._calls.outer_call_of(module)) is not None and not callable(self._loss_terms.average):
                 outer.set_terms(self._loss_terms.count(args, kwargs, output))
             return

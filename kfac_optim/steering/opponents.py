@@ -108,9 +108,10 @@ class Opposition(Counted, captured_lost=Counter(False, 1), added_lost=Counter(Fa
             statistics; assumed of the very first one, before which nobody looks. None until there have been two.
         suspected: Whether gradients were thrown away before the last of these steps. A step that was skipped, because
             its gradients had overflowed for instance, does not make the network an opponent.
-        throws: One bit for each of the last 16 steps, the latest lowest: whether gradients were cleared before the step
-            that had been added to those of the step before. Any two set bits make an opponent, because the network may
-            take several steps per step of the other. With several ranks, only steps in which they report have a bit.
+        throws: One bit for each of the last 16 steps, the latest lowest: whether, before that step, gradients were
+            thrown away that had been added to those which the step before it had left. Any two set bits make an
+            opponent, because the network may take several steps per step of the other. With several ranks, only steps
+            in which they report have a bit.
         all_see_opponents: With several ranks, whether all of them knew, at their last reports, of other networks that
             train against each other.
         since_lost: The number of steps since gradients were last thrown away, at most 16. The first step after that
