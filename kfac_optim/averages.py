@@ -30,8 +30,8 @@ from .capture import StepMoments
 from .common.counters import Counted, counter
 from .common.stopwatch import Stopwatch
 from .common.tensor_cache import sent_once
-from .distributed import Communicator
 from .factors import Average, FactorSpec, read, write_
+from .placement import Ranks
 from .snapshots import SIDES
 
 __all__ = ["Averaging", "PendingUpdate", "fold_", "traces"]
@@ -40,8 +40,9 @@ __all__ = ["Averaging", "PendingUpdate", "fold_", "traces"]
 class Averaging(Counted):
     """Collects the moments that this rank captures, and adds those of all ranks to the running averages.
 
-    Factors are stored in ``dtype``, and sums kept in float32 at least. ``summed``: whether the loss is a sum;
-    ``sampled``: whether the gradients are those of sampled targets (:meth:`terms_of_rank`).
+    Factors are stored in ``dtype``, and sums kept in float32 at least. ``ranks``: those that pool their moments;
+    ``summed``: whether the loss is a sum; ``sampled``: whether the gradients are those of sampled targets
+    (:meth:`terms_of_rank`).
 
     Attributes:
         skipped_batches: How many micro-batches of all ranks were left out because a moment was not finite.
@@ -49,8 +50,9 @@ class Averaging(Counted):
 
     skipped_batches: int = counter(0)
 
-    def __init__(self, dtype: torch.dtype, stopwatch: Stopwatch, *, summed: bool, sampled: bool) -> None:
+    def __init__(self, dtype: torch.dtype, stopwatch: Stopwatch, ranks: Ranks, *, summed: bool, sampled: bool) -> None:
         super().__init__()
+        self.ranks = ranks
         self.dtype, self.stopwatch = torch.promote_types(dtype, torch.float32), stopwatch
         self.summed, self.sampled = summed, sampled
         self.clear()
@@ -65,7 +67,6 @@ class Averaging(Counted):
         statistics: StepMoments,
         decay: float,
         slack: float,
-        comm: Communicator,
         reports: Sequence[bool],
     ) -> tuple[bool, list[int]]:
         """Adds what this rank has captured in one step (a collective).
@@ -75,20 +76,20 @@ class Averaging(Counted):
             statistics: The packed raw sums of the step's micro-batches.
             decay: xi at this step.
             slack: The ``slack`` of :class:`~kfac_optim.forgetting`; infinite where xi does not depend on the moments.
-            comm: The ranks.
             reports: Flags of this rank, which travel with the counts.
 
         Returns:
             Whether any rank had something to add, and how many ranks have set each of the flags; both are the same on
             all ranks.
         """
+        comm = self.ranks.comm
         rows_of = {i: rows for i in statistics.sums if (rows := statistics.rows(i))}
         own = {i: statistics.sums[i] for i in rows_of}
         for index, moments in own.items():
             _require_fit(blocks[index], moments)
-        terms = self._scale_(own, statistics, comm)
+        terms = self._scale_(own, statistics)
         # M belongs to the loss, so G also counts the terms of ranks that did not use the layer: their gradient is zero.
-        of_others = 0.0, self.terms_of_rank(statistics, None, comm)[1]
+        of_others = 0.0, self.terms_of_rank(statistics, None)[1]
         counts = [(rows_of[i], terms[i]) if i in own else of_others for i in range(len(blocks))]
         seen = torch.zeros(len(blocks), 2, 2, dtype=torch.float64, device="cpu")  # of A and of G, count and trace
         seen[:, :, 0] = torch.tensor(counts, dtype=torch.float64, device="cpu").view(-1, 2)
@@ -115,7 +116,7 @@ class Averaging(Counted):
                     update.add(moment, block.state["current"][side], count, trace, decay, slack)
         return anything, reported
 
-    def terms_of_rank(self, statistics: StepMoments, layer: int | None, comm: Communicator) -> tuple[float, float]:
+    def terms_of_rank(self, statistics: StepMoments, layer: int | None) -> tuple[float, float]:
         """This rank's share of the moment ``M^2 sum g g^T`` and of its count M.
 
         If the loss is a mean, M is R ``terms`` on R ranks with equal batches. If the ranks' gradients are averaged, a
@@ -127,44 +128,42 @@ class Averaging(Counted):
             statistics: The statistics of the step. Its gradients are scaled by ``1 / M`` of all its micro-batches, but
                 only finite micro-batches count.
             layer: The index of the layer; None: one that this rank has not used.
-            comm: The ranks.
 
         Returns:
             The factor for the rank's own ``sum g g^T``, and the rank's share of M.
         """
         terms, finite = statistics.loss_terms(layer)
-        ranks = comm.world_size
-        rank_weight = 1 / ranks if comm.average_gradients else 1.0
+        ranks = self.ranks.comm.world_size
+        rank_weight = 1 / ranks if self.ranks.comm.average_gradients else 1.0
         if self.summed:
             return rank_weight**2, 1 / ranks * finite / max(1, terms)
         return 1.0 if self.sampled else (rank_weight * ranks * terms) ** 2, finite
 
-    def _scale_(
-        self, own: Mapping[int, tuple[Tensor, Tensor]], statistics: StepMoments, comm: Communicator
-    ) -> dict[int, float]:
+    def _scale_(self, own: Mapping[int, tuple[Tensor, Tensor]], statistics: StepMoments) -> dict[int, float]:
         """Multiplies the moments of G by ``M^2``, in place; returns this rank's share of M by layer index."""
         alike: dict[int, list[int]] = {}  # layers by the first micro-batch that counts for them, which decides
         for index in own:
             alike.setdefault(statistics.starts.get(index, 0), []).append(index)
         terms_of: dict[int, float] = {}
         for layers in alike.values():
-            scale, terms = self.terms_of_rank(statistics, layers[0], comm)
+            scale, terms = self.terms_of_rank(statistics, layers[0])
             terms_of.update(dict.fromkeys(layers, terms))
             if scale != 1:
                 torch._foreach_mul_([own[index][1] for index in layers], scale)
         return terms_of
 
-    def pool(self, blocks: Sequence[Block], comm: Communicator) -> None:
+    def pool(self, blocks: Sequence[Block]) -> None:
         """Adds the moments of all ranks since the last pooling to the running averages of all blocks (a collective)."""
         pending, self._pending = self._pending, {}
-        with self.stopwatch.communication("factor", comm.world_size):
-            summed = self._summed({block: pending[block] for block in blocks if block in pending}, comm)
-            at_once = None if comm.world_size == 1 else 1  # sums over ranks are folded as they arrive
+        with self.stopwatch.communication("factor", self.ranks.comm.world_size):
+            summed = self._summed({block: pending[block] for block in blocks if block in pending})
+            at_once = None if self.ranks.alone else 1  # sums over ranks are folded as they arrive
             while batch := list(islice(summed, at_once)):
                 fold_(batch)
 
-    def _summed(self, pending: Mapping[Block, Sequence[PendingUpdate]], comm: Communicator) -> Iterator[_Fold]:
+    def _summed(self, pending: Mapping[Block, Sequence[PendingUpdate]]) -> Iterator[_Fold]:
         """Sums the moments of all ranks for each update (a collective); None if another rank gets the sum."""
+        comm = self.ranks.comm
         # Each with the only rank that gets the sum, if it is one.
         sent: list[tuple[int | None, Average, PendingUpdate, Tensor]] = []
         for block, updates in pending.items():

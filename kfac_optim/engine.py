@@ -146,9 +146,9 @@ class CurvatureEngine(Config):
         if capture.enabled:
             self._take_up(statistics, read.flags, trains=trains)
         del statistics  # as large as the factors, so freed before a refresh needs memory
-        refresher.rebuild(step, blocks, stages.comm)
+        refresher.rebuild(step, blocks)
         self._refresh_if_due(trains=trains)
-        refresher.work_off(step, stages.comm)
+        refresher.work_off(step)
         stages.preconditioner.release(blocks, self.damping_rule)
         stages.restart_for_new_layers()
         return True
@@ -168,17 +168,17 @@ class CurvatureEngine(Config):
         ``flags``: those of the statistics, read from the device; ``trains``: whether this step changes weights.
         """
         stages = self.stages
-        blocks, comm, alone, progress = stages.blocks, stages.comm, stages.ranks.alone, stages.progress
+        blocks, alone, progress = stages.blocks, stages.ranks.alone, stages.progress
         averaging, sightings, opposition = stages.averaging, stages.sightings, stages.steering.opposition
         resolved = statistics.resolve(flags)
         unseen = sightings.count_step(statistics, resolved, trains=trains)
         with stages.stopwatch.stage("factor update"):
             decay, told = self.at("factor_decay", progress.step), [unseen, *opposition.report()]
-            anything, (blind, *reported) = averaging.fold(blocks, resolved, decay, self.slack, comm, told)
+            anything, (blind, *reported) = averaging.fold(blocks, resolved, decay, self.slack, told)
             opposition.hear(reported)
             sightings.note(blocks, resolved, blind=blind > 0 and not anything, alone=alone)
             if alone or stages.ranks.assignment.shares_factors:
-                averaging.pool(blocks, comm)
+                averaging.pool(blocks)
         progress.note_statistics()
         sightings.require()
 
@@ -191,13 +191,13 @@ class CurvatureEngine(Config):
         if stages.is_opposed:  # nobody needs directions: it is put off until they do
             refresher.refresh_next_step()
             return
-        blocks, comm, pace = stages.blocks, stages.comm, refresher.pace
-        stages.averaging.pool(blocks, comm)
+        blocks, pace = stages.blocks, refresher.pace
+        stages.averaging.pool(blocks)
         if ready := [block for block in blocks if block.has_data()]:
-            pace.measure(ready, self.at("factor_batch_fraction", step), comm.world_size)
+            pace.measure(ready, self.at("factor_batch_fraction", step), stages.comm.world_size)
             if refresher.is_due(self, step):
                 stages.sightings.warn(blocks)
-                refresher.start(step, ready, self.damping_rule, pace.spread(self, step), comm)
+                refresher.start(step, ready, self.damping_rule, pace.spread(self, step))
             return
         seen_nothing = progress.last_statistics == step and not stages.averaging.skipped_batches
         # Every step collects statistics until there are some. Several ranks do not stop because of what one has seen:
@@ -232,7 +232,6 @@ class CurvatureEngine(Config):
         return stages.preconditioner.directions(
             stages.blocks,
             StepVectors(vectors, updates or {}, lr),
-            stages.comm,
             damping=self.damping_rule,
             scaling=self.scaling,
             step=stages.progress.step,
@@ -244,7 +243,7 @@ class CurvatureEngine(Config):
 
         Ranks that exchange directions do so in every step: what is sent must not depend on what one rank has learned.
         """
-        self.stages.preconditioner.send_zeros(self.stages.blocks, self.scaling, self.stages.comm)
+        self.stages.preconditioner.send_zeros(self.stages.blocks, self.scaling)
 
     def advance(self, left: Mapping[nn.Parameter, Tensor] | None = None) -> None:
         """Ends the step; ``left``: the gradients that it leaves in ``.grad``, for :meth:`discard`."""

@@ -13,8 +13,8 @@ from .blocks import Block
 from .common.precision import without_autocast
 from .common.stopwatch import Stopwatch
 from .damping import Damping, OfLargest, value_of
-from .distributed import Broadcast, Communicator
-from .placement import exchanged_blocks, gathered_vectors
+from .distributed import Broadcast
+from .placement import Ranks, exchanged_blocks, gathered_vectors
 from .scaling import Scaling, scaled_by, traits_of
 from .solvers import Solver
 from .stacks import (
@@ -39,10 +39,11 @@ class Preconditioner:
         solver: Made the decompositions, and applies them.
         inv_dtype: Storage of the decompositions; vectors are preconditioned in float32 at least.
         stopwatch: Where the time is noted.
+        ranks: Those that exchange directions.
     """
 
-    def __init__(self, solver: Solver, inv_dtype: torch.dtype, stopwatch: Stopwatch) -> None:
-        self.dtype, self.stopwatch = torch.promote_types(inv_dtype, torch.float32), stopwatch
+    def __init__(self, solver: Solver, inv_dtype: torch.dtype, stopwatch: Stopwatch, ranks: Ranks) -> None:
+        self.dtype, self.stopwatch, self.ranks = torch.promote_types(inv_dtype, torch.float32), stopwatch, ranks
         self._solver = StackSolver(solver, self.dtype)
         self._stacks: list[Stack] = []
         self._stack_key: Any = None  # versions of the decompositions that the stacks hold, and the kind of damping
@@ -51,7 +52,6 @@ class Preconditioner:
         self,
         blocks: Sequence[Block],
         vectors: StepVectors,
-        comm: Communicator,
         *,
         damping: Damping,
         scaling: Scaling | None,
@@ -63,7 +63,6 @@ class Preconditioner:
         Args:
             blocks: All there are.
             vectors: What to precondition.
-            comm: The ranks.
             damping: What is added to the eigenvalues.
             scaling: How long the directions are; None: as they are.
             step: The step, of which damping and scaling may be functions.
@@ -73,7 +72,7 @@ class Preconditioner:
         Returns:
             Directions of the layers that have a decomposition and a vector.
         """
-        known = [block for block in blocks if block.has_direction]
+        comm, known = self.ranks.comm, [block for block in blocks if block.has_direction]
         value = value_of(damping, step)
         exchanged = exchanged_blocks(known, scaling, comm)
         with self.stopwatch.communication("gradient", comm.world_size) if exchanged else nullcontext():
@@ -90,7 +89,7 @@ class Preconditioner:
             found = self._solver.precondition(stacks, vectors, value, contrast, any_length=any_length)
         if any(block.route for block in blocks if block not in exchanged):
             with self.stopwatch.communication("gradient", comm.world_size):
-                self._send_directions(known, exchanged, stacks, found.directions.tensors, comm)
+                self._send_directions(known, exchanged, stacks, found.directions.tensors)
         with self.stopwatch.stage("scaling"), without_autocast(device):
             if keeps_zeros:
                 found.directions.keep_zeros_(found.gradients)
@@ -98,11 +97,11 @@ class Preconditioner:
             found = scaled_by(scaling, found, step)
         return Directions([stack.layout for stack in stacks], found, given, self.dtype, exchange)
 
-    def send_zeros(self, blocks: Sequence[Block], scaling: Scaling | None, comm: Communicator) -> None:
+    def send_zeros(self, blocks: Sequence[Block], scaling: Scaling | None) -> None:
         """Takes part in the exchange of directions where this rank has none to send (a collective)."""
         if any(block.route for block in blocks):
             known = [block for block in blocks if block.has_direction]
-            self._send_directions(known, exchanged_blocks(known, scaling, comm), [], [], comm)
+            self._send_directions(known, exchanged_blocks(known, scaling, self.ranks.comm), [], [])
 
     def release(self, blocks: Sequence[Block], damping: Damping) -> None:
         """Lets go of decompositions that are no longer in use."""
@@ -129,7 +128,6 @@ class Preconditioner:
         exchanged: Collection[Block],
         stacks: Sequence[Stack],
         directions: Sequence[Tensor],
-        comm: Communicator,
     ) -> None:
         """Sends preconditioned gradients from the gradient workers to the other ranks, in place.
 
@@ -153,7 +151,7 @@ class Preconditioner:
                 shape = (layer.pairs, layer.d_out, layer.d_in)
                 tensor = torch.zeros(shape, dtype=self.dtype, device=layer.weight.device)
             broadcasts.append(Broadcast([tensor], *block.route))
-        comm.send(broadcasts, "directions")
+        self.ranks.comm.send(broadcasts, "directions")
 
 
 def _note_cosines(stacks: Sequence[Stack], found: Stacked) -> None:

@@ -76,10 +76,11 @@ class Stages:
         self.averaging = Averaging(
             config.factor_dtype,
             self.stopwatch,
+            self.ranks,
             summed=config.loss_average is None,
             sampled=self.fisher is not None,
         )
-        self.refresher = Refresher(config.solver, config.inv_dtype, self.stopwatch)
+        self.refresher = Refresher(config.solver, config.inv_dtype, self.stopwatch, self.ranks)
         self.signs = GameSigns()
         self.steering = Steering(self.ranks, self.signs)
         self.sightings = Sightings()
@@ -131,7 +132,7 @@ class Stages:
     def _restore(self) -> None:
         """Builds the stages that copies and pickles leave out, and registers the hooks."""
         config = self.config
-        self.preconditioner = Preconditioner(config.solver, config.inv_dtype, self.stopwatch)
+        self.preconditioner = Preconditioner(config.solver, config.inv_dtype, self.stopwatch, self.ranks)
         self.capture = Capture(
             self.layers,
             self.trained.roots,
@@ -275,7 +276,7 @@ class Stages:
     def _assign(self) -> None:
         """Decides which ranks decompose and precondition each layer."""
         self.ranks.assign(self.config.assignment, self.blocks, self.config.solver, self.config.inv_dtype)
-        self.refresher.reschedule(self.comm.rank)
+        self.refresher.reschedule()
 
     def _join(self, comm: Communicator) -> None:
         """Goes on with the ranks of another communicator."""

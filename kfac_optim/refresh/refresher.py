@@ -25,8 +25,8 @@ from ..common.stopwatch import Stopwatch
 from ..common.user_warning import warn_user
 from ..config import Config
 from ..damping import Damping, unit_of, value_of
-from ..distributed import Broadcast, Communicator
-from ..placement import known_spectra
+from ..distributed import Broadcast
+from ..placement import Ranks, known_spectra
 from ..solvers import (
     Decomposition,
     EigenSolver,
@@ -61,9 +61,9 @@ class Refresher(Counted, pending_spread=Counter(None)):
     refreshes: int = counter(0)
     failed_decompositions: int = counter(0)
 
-    def __init__(self, solver: Solver, inv_dtype: torch.dtype, stopwatch: Stopwatch) -> None:
+    def __init__(self, solver: Solver, inv_dtype: torch.dtype, stopwatch: Stopwatch, ranks: Ranks) -> None:
         super().__init__()
-        self.solver, self.inv_dtype, self.stopwatch = solver, inv_dtype, stopwatch
+        self.solver, self.inv_dtype, self.stopwatch, self.ranks = solver, inv_dtype, stopwatch, ranks
         self.in_progress: Refresh | None = None
         self.pace = Pace()
         self._stale = False
@@ -90,11 +90,12 @@ class Refresher(Counted, pending_spread=Counter(None)):
         """Makes a full refresh due at the next step."""
         self.last_refresh = None
 
-    def start(self, step: int, blocks: list[Block], damping: Damping, spread: int, comm: Communicator) -> None:
+    def start(self, step: int, blocks: list[Block], damping: Damping, spread: int) -> None:
         """Begins a refresh of blocks whose factors have data, and also ends it if it is not spread (a collective).
 
         ``spread``: the number of steps that share the work; the first refresh is always done at once.
         """
+        comm = self.ranks.comm
         known = known_spectra([] if isinstance(self.solver, EigenSolver) else blocks, "current", comm)
         value, damped = value_of(damping, step), blocks if damps_factors(self.solver) else []
         gammas = {
@@ -103,7 +104,7 @@ class Refresher(Counted, pending_spread=Counter(None)):
         }
         at_once = self.last_refresh is None or not spread
         if at_once:
-            self._work_off(Refresh(step, 0, "current", blocks, comm.rank, gammas, known), step, comm)
+            self._work_off(Refresh(step, 0, "current", blocks, comm.rank, gammas, known), step)
         else:
             for block in blocks:
                 block.factors("pending").freeze(block.factors("current"), gammas.get(block))
@@ -112,38 +113,39 @@ class Refresher(Counted, pending_spread=Counter(None)):
         self.in_progress, self.last_refresh = goes_on, step
         self.refreshes += 1
 
-    def work_off(self, step: int, comm: Communicator) -> None:
+    def work_off(self, step: int) -> None:
         """Does this step's share of a refresh in progress, and ends it when it is complete (then a collective)."""
         if self.in_progress is not None:
-            self._work_off(self.in_progress, step, comm)
+            self._work_off(self.in_progress, step)
 
     def invalidate(self) -> None:
         """Marks the decompositions as stale; :meth:`rebuild` recomputes them from the same factors."""
         self._stale = True
 
-    def rebuild(self, step: int, blocks: Sequence[Block], comm: Communicator) -> None:
+    def rebuild(self, step: int, blocks: Sequence[Block]) -> None:
         """Recomputes the decompositions if they are stale (then a collective)."""
         if self._stale:
+            comm = self.ranks.comm
             decomposed = [block for block in blocks if block.has_data("in_use")]
             refresh = Refresh(step, 0, "in_use", decomposed, comm.rank)
             for stale in (refresh, self.in_progress):
                 if stale is not None and not isinstance(self.solver, EigenSolver):
                     stale.spectra.update(known_spectra(stale.blocks, stale.source, comm))
-            self._work_off(refresh, step, comm)
+            self._work_off(refresh, step)
             self._stale = False
 
-    def reschedule(self, rank: int) -> None:
+    def reschedule(self) -> None:
         """Reschedules a refresh in progress after the blocks' workers have changed."""
         if self.in_progress is not None:
-            self.in_progress.schedule(rank)
+            self.in_progress.schedule(self.ranks.comm.rank)
 
     # Work -----------------------------------------------------------------------------------------------------------
 
-    def _work_off(self, refresh: Refresh, step: int, comm: Communicator) -> None:
+    def _work_off(self, refresh: Refresh, step: int) -> None:
         with self.stopwatch.stage("decomposition"):
             self._decompose_due(refresh, step)
         if refresh.ends(step):
-            self._finish(refresh, comm)
+            self._finish(refresh)
 
     def _decompose_due(self, refresh: Refresh, step: int) -> None:
         """Does the jobs that are due by ``step``, those of one shape together.
@@ -174,15 +176,15 @@ class Refresher(Counted, pending_spread=Counter(None)):
 
         return self._worker.submit(factor.device, work)
 
-    def _finish(self, refresh: Refresh, comm: Communicator) -> None:
+    def _finish(self, refresh: Refresh) -> None:
         """Sends the decompositions to the gradient workers, and puts them to use (a collective)."""
         if refresh.source != "in_use":
             self.frozen_at = refresh.start
-        found = self._exchange(refresh, comm)
+        found = self._exchange(refresh)
         known = refresh.spectra
         if isinstance(self.solver, EigenSolver):
             largest = functools.partial(self._largest, self.solver, refresh)
-            known = known_spectra(refresh.blocks, refresh.source, comm, largest)
+            known = known_spectra(refresh.blocks, refresh.source, self.ranks.comm, largest)
         for block, own in found.items():
             if refresh.source != "in_use":
                 block.factors("in_use").freeze(block.factors(refresh.source), refresh.gamma(block))
@@ -193,15 +195,14 @@ class Refresher(Counted, pending_spread=Counter(None)):
         if refresh is self.in_progress:  # last, so that an interrupted refresh is ended in the next step
             self.in_progress = None
 
-    def _exchange(
-        self, refresh: Refresh, comm: Communicator
-    ) -> dict[Block, tuple[Decomposition, Decomposition] | None]:
+    def _exchange(self, refresh: Refresh) -> dict[Block, tuple[Decomposition, Decomposition] | None]:
         """Sends the decompositions from their inverse workers to the gradient workers.
 
         Returns:
             The new decompositions of the blocks for which none has failed; None on ranks that do not precondition the
             layer.
         """
+        comm = self.ranks.comm
         with self.stopwatch.communication("decomposition", comm.world_size):
             done = [[float(refresh.found(block, i) is not None) for i in range(2)] for block in refresh.blocks]
             (flags,) = comm.sum([torch.tensor(done, dtype=torch.float64, device="cpu").view(-1, 2)], "counts")
@@ -255,7 +256,7 @@ class Refresher(Counted, pending_spread=Counter(None)):
         spread = -1 if self.in_progress is None else self.in_progress.spread
         return {**super().counters(), "pending_spread": spread, **self.pace.counters()}
 
-    def resume(self, counters: Mapping[str, Any], blocks: Sequence[Block], rank: int) -> None:
+    def resume(self, counters: Mapping[str, Any], blocks: Sequence[Block]) -> None:
         """Restores saved counters, after the blocks' saved states have been restored."""
         self.load(counters)
         self.pace.load(counters)
@@ -265,7 +266,7 @@ class Refresher(Counted, pending_spread=Counter(None)):
         spread = int(counters.get("pending_spread", -1))
         if spread >= 0 and self.last_refresh is not None and any(block.state for block in blocks):
             pending = [block for block in blocks if block.has_data("pending")]
-            self.in_progress = Refresh(self.last_refresh, spread, "pending", pending, rank)
+            self.in_progress = Refresh(self.last_refresh, spread, "pending", pending, self.ranks.comm.rank)
 
     def close(self) -> None:
         """Gives up a refresh in progress and ends the worker's thread."""

@@ -115,11 +115,11 @@ def load_checked(stages: Stages, states: Mapping[nn.Parameter, State], counters:
     stages.averaging.load(counters)
     stages.averaging.clear()
     stages.steering.load(counters)
-    refresher.resume(counters, blocks, comm.rank)
+    refresher.resume(counters, blocks)
     if states and not stages.closed:
         refresher.invalidate()
         if stages.ranks.alone:  # several ranks do it together, in their next step
-            refresher.rebuild(stages.progress.step, blocks, comm)
+            refresher.rebuild(stages.progress.step, blocks)
     stages.sightings.note_lost()
     stages.capture.discard()
     stages.prepare_statistics()
@@ -187,7 +187,7 @@ def synchronize(engine: Staged) -> None:
     stages = engine.stages
     stages.prepare_ranks()
     stages.compare()
-    stages.averaging.pool(stages.blocks, stages.comm)
+    stages.averaging.pool(stages.blocks)
 
 
 @torch.inference_mode(False)  # whose tensors could not be changed in place later
