@@ -10,9 +10,8 @@ transposes of their matrices (embeddings, transformers' ``Conv1D``), the tensor 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,45 +67,27 @@ class _Run:
         offset = whole.storage_offset() + self.offset
         return whole.as_strided((self.length, *self.shape), self.stride, offset)
 
-    def fill(self, whole: Tensor, vectors: Mapping[nn.Parameter, Tensor]) -> None:
-        """Copies the parameters' vectors to the matrices."""
-        given = [_part(vectors[p], index) for p, index in zip(self.parameters, self.indices, strict=True)]
-        if len(given) == 1:
-            self.of(whole).copy_(given[0])
-        else:
-            torch.cat(given, out=self.of(whole))
-
-    def fill_in_part(self, whole: Tensor, vectors: Mapping[nn.Parameter, Tensor]) -> None:
-        """Like :meth:`fill`, but leaves the places of parameters without a vector unchanged."""
-        parts = zip(self.parameters, self.indices, self.of(whole).split_with_sizes(self.lengths), strict=True)
-        for p, index, part in parts:
-            if p in vectors:
-                part.copy_(vectors[p][index])
-
-    def read(self, whole: Tensor, parameters: Collection[nn.Parameter]) -> list[Part]:
-        """These parameters' parts of matrices in memory order, contiguous: views if the run is contiguous."""
-        together = self.of(whole).contiguous()
-        parts = (together,) if len(self.lengths) == 1 else together.split_with_sizes(self.lengths)
-        found = zip(self.parameters, self.indices, parts, strict=True)
-        return [part for part in found if part[0] in parameters]
-
     @property
     def is_contiguous(self) -> bool:
         """Whether the run's part of the matrices is contiguous."""
         return self.stride == tuple(torch.empty((self.length, *self.shape), device="meta").stride())
 
-    def read_several(
+    def read(
         self, wholes: Sequence[Tensor], parameters: Collection[nn.Parameter], copies: bool
-    ) -> list[list[Part]]:
-        """Like :meth:`read`, for matrices at equal distances in one storage; ``copies``: whether to avoid views."""
-        first = self.of(wholes[0])
-        if first.is_contiguous() and not copies:
-            return [self.read(whole, parameters) for whole in wholes]
-        distance = wholes[1].storage_offset() - wholes[0].storage_offset() if len(wholes) > 1 else 0
-        strided = first.as_strided((len(wholes), *first.shape), (distance, *self.stride), first.storage_offset())
-        copied = [part.split_with_sizes(self.lengths) for part in strided.clone(memory_format=torch.contiguous_format)]
-        found = [zip(self.parameters, self.indices, parts, strict=True) for parts in copied]
-        return [[part for part in of_whole if part[0] in parameters] for of_whole in found]
+    ) -> Iterator[list[Part]]:
+        """These parameters' parts of matrices in memory order, at equal distances in one storage, contiguous.
+
+        They are views if the run is contiguous, unless ``copies`` are wanted.
+        """
+        together: Sequence[Tensor] | Tensor = [self.of(whole) for whole in wholes]
+        first = together[0]
+        if copies or not first.is_contiguous():
+            distance = wholes[1].storage_offset() - wholes[0].storage_offset() if len(wholes) > 1 else 0
+            strided = first.as_strided((len(wholes), *first.shape), (distance, *self.stride), first.storage_offset())
+            together = strided.clone(memory_format=torch.contiguous_format)
+        for whole in together:
+            found = zip(self.parameters, self.indices, whole.split_with_sizes(self.lengths), strict=True)
+            yield [part for part in found if part[0] in parameters]
 
 
 def _part(vector: Tensor, index: slice) -> Tensor:
@@ -136,7 +117,7 @@ class Layout:
         self.memory_shape = (count, d_in, d_out) if self.is_transposed else self.shape
         self._runs: list[_Run] = []
         self._computed: list[tuple[KroneckerLayer, slice]] = []  # layers without views, and the indices of their pairs
-        whole, start = self._made(torch.empty, device="meta"), 0
+        whole, start = self.memory_view(torch.empty(self.memory_shape, device="meta")), 0
         self.parameters = {p for layer in layers for p in layer.parameters}
         self._unused = whole.numel()  # entries that belong to no parameter
         growing: dict[int, _Run] = {}  # the last run of weights (0), and of biases (1)
@@ -160,22 +141,14 @@ class Layout:
         """Matrices ``[p, d_out, d_in]`` as they lie in memory: transposed if the weights are; also the way back."""
         return matrices.mT if self.is_transposed else matrices
 
-    def _made(self, make: Callable[..., Tensor], **options: Any) -> Tensor:
-        """Matrices made by a function of their shape, like torch.empty."""
-        return self.memory_view(make(self.memory_shape, **options))
-
     def fill(self, vectors: Mapping[nn.Parameter, Tensor], dtype: torch.dtype) -> Tensor:
         """The matrices of the parameters' vectors, ``[p, d_out, d_in]``, with zeros for parameters without a vector."""
-        complete = all(p in vectors for run in self._runs for p in run.parameters)
-        make = torch.empty if complete and not self._unused else torch.zeros
-        whole = self._made(make, dtype=dtype, device=self.device)
-        for run in self._runs:
-            (run.fill if complete else run.fill_in_part)(whole, vectors)
-        self._fill_computed(whole, vectors)
-        return whole
+        whole = torch.empty(self.memory_shape, dtype=dtype, device=self.device)
+        fill_all([self], vectors, [whole])
+        return self.memory_view(whole)
 
     def fill_or_defer(self, whole: Tensor, vectors: Mapping[nn.Parameter, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Like :meth:`fill`, for matrices in memory order that exist, but leaves contiguous parts to :func:`fill_all`.
+        """Fills matrices in memory order like :meth:`fill`, but leaves contiguous parts to :func:`fill_all`.
 
         Returns:
             Those parts, each with the vector to be copied there.
@@ -188,12 +161,12 @@ class Layout:
             given = [(part, _part(vectors[p], index)) for p, index, part in parts if p in vectors]
             if all(part.stride() == vector.stride() and part.is_contiguous() for part, vector in given):
                 deferred += given
-            elif len(given) == len(run.parameters):
-                run.fill(whole, vectors)
+            elif 1 < len(given) == len(run.parameters):
+                torch.cat([vector for _, vector in given], out=run.of(whole))
             else:
                 for part, vector in given:
                     part.copy_(vector)
-        self._fill_computed(whole, vectors)
+        self._fill_computed(self.memory_view(whole), vectors)
         return deferred
 
     def _fill_computed(self, whole: Tensor, vectors: Mapping[nn.Parameter, Tensor]) -> None:
@@ -207,9 +180,7 @@ class Layout:
 
     def read(self, matrices: Tensor, parameters: Collection[nn.Parameter]) -> list[Part]:
         """Reads the part of each of these parameters out of matrices ``[p, d_out, d_in]``, as a view where possible."""
-        whole = self.memory_view(self.memory_view(matrices).contiguous())
-        viewed = [part for run in self._runs for part in run.read(whole, parameters)]
-        return viewed + self._read_computed(whole, parameters)
+        return self.read_several([self.memory_view(matrices).contiguous()], parameters, copies=False)[0]
 
     @cached_property
     def viewable_numel(self) -> int:
@@ -223,14 +194,16 @@ class Layout:
 
         ``copies``: whether to avoid views, which would keep the storage in memory.
         """
-        found = [self._read_computed(whole, parameters) for whole in matrices]
+        found: list[list[Part]] = [[] for _ in matrices]
         for run in self._runs:
-            for of_whole, parts in zip(found, run.read_several(matrices, parameters, copies), strict=True):
+            for of_whole, parts in zip(found, run.read(matrices, parameters, copies), strict=True):
                 of_whole += parts
+        for of_whole, whole in zip(found, matrices, strict=True):
+            of_whole += self._read_computed(self.memory_view(whole), parameters)
         return found
 
     def _read_computed(self, whole: Tensor, parameters: Collection[nn.Parameter]) -> list[Part]:
-        """Like :meth:`read`, for layers whose weight is no view of its matrix (transposed convolutions)."""
+        """Reads the parts of layers whose weight is no view of its matrix (transposed convolutions)."""
         found: list[Part] = []
         for layer, pairs in self._computed:
             parts = zip(layer.parameters, (_WHOLE, layer.bias_part), layer.from_matrix(whole[pairs]), strict=False)
