@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..common.grouping import grouped_by_key
 from .packing import by_rank, packed, room_for, unpack
 
 __all__ = ["BUCKET_BYTES", "Broadcast", "Communicator", "LocalCommunicator", "Work"]
@@ -188,10 +189,9 @@ class Communicator(ABC):
         owners = [None] * len(tensors) if owners is None else owners
         dtype = self.comm_dtype if compressed else None
         scales = self._row_scales(tensors, kind) if dtype is torch.float16 else None
-        kinds = [(tensor.device, tensor.dtype, owner) for tensor, owner in zip(tensors, owners, strict=True)]
 
         def started() -> Iterator[_Transfer]:
-            for part in self._buckets(tensors, kinds, dtype):
+            for part in self._buckets(tensors, owners, dtype):
                 bucket, owner = tensors[part], owners[part.start]
                 if scales is not None:
                     bucket = [tensor / scale for tensor, scale in zip(bucket, scales[part], strict=True)]
@@ -224,22 +224,22 @@ class Communicator(ABC):
         Raises:
             RuntimeError: If another rank has died, or the group's time-out has passed.
         """
-        routes: dict[tuple[int, tuple[int, ...], torch.device], list[Tensor]] = {}
-        for broadcast in broadcasts:
-            for tensor in broadcast.tensors:
-                routes.setdefault((broadcast.source, broadcast.members, tensor.device), []).append(tensor)
+        sent = [(each.source, each.members, tensor) for each in broadcasts for tensor in each.tensors]
+        buckets = grouped_by_key(
+            sent, lambda one: (*one[:2], one[2].device), lambda one: one[2].nbytes, self.bucket_bytes
+        )
 
         def started() -> Iterator[_Transfer]:
-            for (source, members, _), tensors in routes.items():
+            for bucket in buckets:
+                source, members, _ = bucket[0]
+                tensors = [tensor for *_, tensor in bucket]
                 what, sends = f"the broadcast of {kind} from rank {source}", source == self.rank
-                for part in self._buckets(tensors, [None] * len(tensors)):
-                    bucket = tensors[part]
-                    # As bytes, so that dtypes share a bucket and nothing is rounded.
-                    flat = self._to_wire(packed(bucket) if sends else room_for(bucket))
-                    self._count(kind, *((flat.nbytes, 0) if sends else (0, flat.nbytes)))
-                    with self._explaining_errors(what):
-                        work = self._start_broadcast(flat, source, members)
-                    yield _Transfer(flat, [] if sends else bucket, work, what)
+                # As bytes, so that dtypes share a bucket and nothing is rounded.
+                flat = self._to_wire(packed(tensors) if sends else room_for(tensors))
+                self._count(kind, *((flat.nbytes, 0) if sends else (0, flat.nbytes)))
+                with self._explaining_errors(what):
+                    work = self._start_broadcast(flat, source, members)
+                yield _Transfer(flat, [] if sends else tensors, work, what)
 
         for flat, received in self._arrived(started()):
             if received:
@@ -278,15 +278,14 @@ class Communicator(ABC):
     # Parts of the verbs ---------------------------------------------------------------------------------------------
 
     def _buckets(
-        self, tensors: Sequence[Tensor], kinds: Sequence[Hashable], dtype: torch.dtype | None = None
+        self, tensors: Sequence[Tensor], owners: Sequence[int | None], dtype: torch.dtype | None
     ) -> Iterator[slice]:
-        """Cuts a list into slices of adjacent tensors of one kind that fill a bucket (at least one tensor each).
+        """Cuts a list into slices of adjacent tensors that are summed together, at least one each.
 
-        Args:
-            tensors: The list.
-            kinds: For each tensor, a key that must be the same within a slice.
-            dtype: The precision in which their size is counted; None: their own.
+        Those of a slice have one device, dtype and owner, and fill a bucket if they travel in ``dtype`` (None: their
+        own).
         """
+        kinds = [(tensor.device, tensor.dtype, owner) for tensor, owner in zip(tensors, owners, strict=True)]
         start = size = 0
         for i, tensor in enumerate(tensors):
             nbytes = tensor.numel() * (dtype or tensor.dtype).itemsize

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -45,8 +44,7 @@ def largest_entry(tensors: Sequence[Tensor]) -> Scalar:
         A number if all tensors are on the CPU, which need not be waited for; else 0-dim.
     """
     if tensors and all(map(_is_plain_on_cpu, tensors)):
-        extremes: list[float] = _extremes_on_cpu(tensors).tolist()
-        return math.nan if any(map(math.isnan, extremes)) else max(map(abs, extremes))
+        return float(_extremes_on_cpu(tensors).abs().max())
     kinds: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.is_sparse:  # the gradient of an embedding with sparse=True, which the base class applies
