@@ -93,13 +93,10 @@ class Block:
         ``spreads``: whether those of a spread refresh are needed, too.
         """
         self.kept_by = self.workers
-        if len(self.state) >= 2 + spreads:  # in all steps but the first
-            return
-        device = self.layer.weight.device
         for source in SOURCES[: 2 + spreads]:
             if source in self.state:
                 continue
-            kept = (self.workers.keeps(side, rank) for side in range(2))
+            device, kept = self.layer.weight.device, (self.workers.keeps(side, rank) for side in range(2))
             a, g = (spec.empty(dtype, device, kept=here) for spec, here in zip(self.specs, kept, strict=True))
             snapshot: Snapshot = {"A": a, "G": g}
             if source == "current":
@@ -110,15 +107,14 @@ class Block:
             self.state[source] = snapshot
 
     def factors(self, source: Source, known: KnownSpectra | None = None) -> Factors:
-        """The factors of one source; ``known`` eigenvalues take the place of those that the block has noted."""
-        known = known or (self._known_spectra if source == "in_use" else None)
+        """The factors of one source; ``known``: see :class:`~kfac_optim.snapshots.Factors`."""
         return Factors(self.layer, self.state[source], known)
 
     @property
     def used(self) -> Factors:
         """The factors behind the decompositions in use, which keep what they find of their eigenvalues."""
         if self._used is None:
-            self._used = self.factors("in_use")
+            self._used = self.factors("in_use", self._known_spectra)
         return self._used
 
     def has_data(self, source: Source = "current") -> bool:

@@ -150,7 +150,7 @@ class FactorSpec:
 
     def for_blocks(self, of_pairs: Tensor) -> Tensor:
         """Repeats a value per pair, ``[p]``, for each of the pair's blocks, ``[p b]``."""
-        return of_pairs if self.blocks == 1 else of_pairs[:, None].expand(-1, self.blocks).flatten()
+        return of_pairs if self.blocks == 1 else of_pairs.repeat_interleave(self.blocks)
 
     def largest_of_blocks(self, of_blocks: Tensor) -> Tensor:
         """The largest of each pair's blocks, ``[p]``, from a value per block, ``[p b]``."""

@@ -37,6 +37,7 @@ from benchmarks.common.runs import Line, Record
 from benchmarks.common.settings import resolve
 from benchmarks.common.tasks import SPLIT_SEED, Examples, Task, curves, digits, pixel_cross_entropy, text
 from benchmarks.convergence.__main__ import FIXED_STEPS, Results, lines_of, record_of
+from benchmarks.swap.nets import mlp
 
 RATES = (0.001, 0.003, 0.01, 0.03, 0.1)  # of AdamW where none was chosen
 MUON = {"lr": 0.02, "rest_lr": 0.01}  # on curves, as benchmarks.convergence has chosen
@@ -66,9 +67,7 @@ def pictures() -> Task:
 
 def perceptron() -> nn.Module:
     """Three hidden layers of tanh."""
-    sizes = (64, 64, 48, 32)
-    hidden = [part for sides in zip(sizes, sizes[1:], strict=False) for part in (nn.Linear(*sides), nn.Tanh())]
-    return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(sizes[-1], 10))
+    return nn.Sequential(nn.Flatten(), *mlp(64, 64, 48, 32, 10, activation=nn.Tanh))
 
 
 def whole() -> Task:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -40,13 +40,15 @@ class FactorJob(NamedTuple):
 class Refresh:
     """A refresh: the factors at ``start`` are decomposed over ``spread`` steps, and then used.
 
+    Args:
+        rank: The rank of this process.
+
     Attributes:
         start: The step at which it began.
         spread: The number of steps that share the work; 0: all at once.
         source: The factors that are decomposed: "current" if all at once, "pending" if spread, "in_use" if the
             decompositions in use are recomputed.
         blocks: The blocks to decompose, the same on all ranks.
-        rank: The rank of this process.
         gammas: The damping of the pairs of some blocks, ``[p]``; other blocks take it from their snapshots, if at all.
         spectra: What is known about the eigenvalues of factors that are shared out among the ranks, by block.
         background: This rank's jobs that run in the background.
@@ -57,14 +59,14 @@ class Refresh:
     spread: int
     source: Source
     blocks: Sequence[Block]
-    rank: int
+    rank: InitVar[int]
     gammas: dict[Block, Tensor] = field(default_factory=dict)
     spectra: dict[Block, KnownSpectra] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, rank: int) -> None:
         self._running: dict[FactorJob, Callable[[], MaybeDecomposition]] = {}
         self._done: dict[FactorJob, MaybeDecomposition] = {}
-        self.schedule(self.rank)
+        self.schedule(rank)
 
     def schedule(self, rank: int) -> None:
         """Distributes this rank's jobs over the steps: evenly by cost, with those of one shape together.
@@ -72,7 +74,6 @@ class Refresh:
         A job larger than one step's budget runs in the background and is due at the end. If this is called again after
         the blocks' workers have changed, results of jobs that now belong to another rank are dropped.
         """
-        self.rank = rank
         jobs = [FactorJob(block, side) for block in self.blocks for side in range(2)]
         own_jobs = [job for job in jobs if job.block.workers.inverse_workers[job.side] == rank]
         # The step that begins a refresh also collects statistics, so it gets no job if there are enough other steps.
