@@ -1,9 +1,8 @@
 """Counts what a program would have a CUDA device do, without one: kernels launched, waits of the host, time, memory.
 
 Tensors on the device are fake (``FakeTensorMode``): they have shapes, dtypes and a device, but no numbers. Tensors on
-the host are real. What the host reads from the device is all ones and true; integers are read as the bounds of three
-quarters of what ``nonzero`` was asked about last, as a search for the eigenvalues that matter does; and
-``repeat_interleave`` knows integers that came from the host.
+the host are real. What the host reads from the device is all ones and true. An operator that reads the shape of its
+result from the device, like ``nonzero``, is an error.
 
 A kernel is an operator that works on the device, with these exceptions: views and allocations are free; an operation on
 a list of tensors takes as many kernels as its chunks call for, or one for each tensor where these differ in shape or
@@ -19,7 +18,7 @@ import operator
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -35,7 +34,6 @@ from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
-from torch.utils.weak import WeakTensorKeyDictionary
 
 import kfac_optim
 
@@ -51,7 +49,7 @@ FREE = frozenset(
     "empty empty_like new_empty empty_strided new_empty_strided detach alias lift_fresh set_ resize_ record_stream "
     "_unsafe_view _reshape_alias is_pinned stride size dim storage_offset sym_size is_contiguous device layout".split()
 )
-READS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "bincount", "repeat_interleave"}
+READS = {"_local_scalar_dense", "equal"}
 COPIES = {"copy_", "_to_copy", "_pin_memory"}
 CHECKED = {"_linalg_eigh", "_linalg_check_errors"}  # they copy an error code to the host
 # Tensors that one kernel of a multi-tensor operation takes, by the number of lists, and the elements of a chunk.
@@ -80,8 +78,6 @@ class Simulation(TorchDispatchMode):
         self._count = Count()
         self._held = 0
         self._storages: set[int] = set()
-        self._bounds: Iterator[int] = iter(())
-        self._known: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()  # integers that came from the host
 
     def take(self) -> Count:
         """Return what was counted since the last call."""
@@ -107,9 +103,6 @@ class Simulation(TorchDispatchMode):
         self._hold(outputs)
         if name not in FREE and not getattr(func, "is_view", False):
             self._note(func, name, args, kwargs, inputs, outputs, result)
-        elif isinstance(result, Tensor) and inputs and inputs[0] in self._known:
-            with _disable_current_modes():
-                self._known[result] = func(self._known[inputs[0]], *args[1:], **kwargs)
         return result
 
     def _read(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -117,31 +110,9 @@ class Simulation(TorchDispatchMode):
         if name not in READS | COPIES:
             return None
         tensor = args[0]
-        if name in ("_local_scalar_dense", "equal", "is_nonzero"):
+        if name in READS:
             self._wait()
-            if name != "_local_scalar_dense" or tensor.dtype is torch.bool:
-                return True
-            return 1.0 if tensor.is_floating_point() else next(self._bounds, 1)
-        if name == "nonzero":  # three kernels, and the number of results is read
-            self._wait()
-            self._launch(3, 0.0)
-            rows = tensor.shape[0]
-            first, kept = rows // 4, max(1, rows - rows // 4)
-            self._bounds = iter((first, rows - 1))
-            return tensor.new_empty((kept, tensor.dim()), dtype=torch.int64)
-        if name == "bincount":  # reads the smallest and the largest number
-            self._wait()
-            self._wait()
-            self._launch(4, 0.0)
-            return tensor.new_empty(kwargs.get("minlength", 1), dtype=torch.int64)
-        if name == "repeat_interleave":  # without the length of the result it is read
-            size = kwargs.get("output_size", args[1] if len(args) > 1 else None)
-            if size is None:
-                self._wait()
-                with _disable_current_modes():
-                    size = int(self._known[tensor].sum())
-            self._launch(2, 0.0)
-            return tensor.new_empty(size)
+            return 1.0 if name != "equal" and tensor.is_floating_point() else True
         source = args[1] if name == "copy_" else tensor
         target = tensor.device if name == "copy_" else torch.device(kwargs.get("device") or source.device)
         if source.device.type == "cuda" and target.type == "cpu":
@@ -167,8 +138,6 @@ class Simulation(TorchDispatchMode):
         from_host = name in COPIES and any(isinstance(a, Tensor) and a.device.type == "cpu" for a in args[:2])
         if name in CHECKED or (from_host and not _non_blocking(name, args, kwargs)):
             self._wait()
-        if name == "_to_copy" and from_host and not args[0].is_floating_point():
-            self._known[result] = args[0]
         formula = flop_registry.get(func._overloadpacket)
         flops = int(formula(*args, **kwargs, out_val=result)) if formula else 0
         numbers = sum(t.nbytes for t in inputs) + sum(t.nbytes for t in outputs)
