@@ -18,9 +18,9 @@ from benchmarks.common.tasks import SPLIT_SEED, Batch, Windows
 Split = tuple[Batch, Batch]  # Training and held-out data
 
 
-def divided(inputs: Tensor, targets: Tensor, held_out: float = 0.2) -> Split:
-    """Return the last examples apart from all others."""
-    count = round((1 - held_out) * len(inputs))
+def divided(inputs: Tensor, targets: Tensor) -> Split:
+    """Return the last fifth of the examples apart from all others."""
+    count = round(0.8 * len(inputs))
     return (inputs[:count], targets[:count]), (inputs[count:], targets[count:])
 
 

@@ -90,16 +90,15 @@ def assert_applied(
     directions: dict[str, Tensor],
     gradients: Named,
     lr: float = 1.0,
-    rel: float = REL_TOL,
 ) -> None:
     """Every layer moved by ``-lr`` times its direction, every other parameter by ``-lr`` times its gradient."""
     size = 1.0 + max(float(p.detach().norm()) for p in oracle.model.parameters())
     for layer in oracle.layers:
         expected = -lr * directions[layer.name]
         for k, (moved, wanted) in enumerate(zip(layer.of(changes), expected, strict=False)):
-            assert_near(moved, wanted, f"layer {layer.name!r}, block {k}", rel, size)
+            assert_near(moved, wanted, f"layer {layer.name!r}, block {k}", scale=size)
     for name in oracle.uncovered():
-        assert_near(changes[name], -lr * gradients[name], name, rel, size)
+        assert_near(changes[name], -lr * gradients[name], name, scale=size)
 
 
 def values(model: nn.Module) -> list[Tensor]:

@@ -332,7 +332,11 @@ def mean_eigenvalue(matrix_: Tensor) -> float:
 
 def dense_solve(a: Tensor, g: Tensor, v: Tensor, gamma: float) -> Tensor:
     """``(A (x) G + gamma I)^-1 V`` by an explicit Kronecker product; row-major flattening makes it ``kron(G, A)``."""
-    fisher = torch.kron(g, a)
+    return fisher_solve(torch.kron(g, a), v, gamma)
+
+
+def fisher_solve(fisher: Tensor, v: Tensor, gamma: float) -> Tensor:
+    """``(F + gamma I)^-1 v``."""
     damped = fisher + gamma * torch.eye(len(fisher), dtype=fisher.dtype)
     return torch.linalg.solve(damped, v.flatten()).reshape(v.shape)
 
@@ -671,12 +675,6 @@ def dense_fisher(layer: Layer, gradients: Sequence[Named]) -> Tensor:
     """``(1/N) sum_n vec(dl_n) vec(dl_n)^T`` of one layer's flattened canonical weight."""
     rows = torch.stack([layer.of(values).flatten() for values in gradients])
     return sum(torch.outer(row, row) for row in rows) / len(rows)
-
-
-def fisher_solve(fisher: Tensor, v: Tensor, gamma: float) -> Tensor:
-    """``(F + gamma I)^-1 v``."""
-    damped = fisher + gamma * torch.eye(len(fisher), dtype=fisher.dtype)
-    return torch.linalg.solve(damped, v.flatten()).reshape(v.shape)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -69,9 +69,9 @@ class TextbookAdam:
         m, v = self.moments(g)
         return (m / (1 - self.beta1**self.t)) / ((v / (1 - self.beta2**self.t)).sqrt() + self.eps)
 
-    def lamb(self, g: Tensor, p: Tensor, clamp: float = 10.0) -> Tensor:
+    def lamb(self, g: Tensor, p: Tensor) -> Tensor:
         """The update that LAMB multiplies by the learning rate, its trust ratio included."""
         m, v = self.moments(g)
         update = m / (v.sqrt() + self.eps)
-        weight_norm, update_norm = min(float(p.norm()), clamp), float(update.norm())
+        weight_norm, update_norm = min(float(p.norm()), 10.0), float(update.norm())
         return update * (weight_norm / update_norm if weight_norm > 0 and update_norm > 0 else 1.0)

@@ -26,13 +26,11 @@ def make_model(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 6), nn.PReLU(), nn.LayerNorm(6), nn.Linear(6, 3))
 
 
-def data_of(
-    step: int, shape: Sequence[int] = SHAPE, classes: int = 3, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, Tensor]:
+def data_of(step: int, shape: Sequence[int] = SHAPE, dtype: torch.dtype = torch.float64) -> Batch:
     """Inputs of a step and their classes, one for every row; the same in every process."""
     generator = torch.Generator().manual_seed(step)
     inputs = torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
-    return inputs, torch.randint(classes, (shape[0],), generator=generator)
+    return inputs, torch.randint(3, (shape[0],), generator=generator)
 
 
 def share(batch: Batch, rank: int, world_size: int) -> Batch:

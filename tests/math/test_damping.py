@@ -205,6 +205,11 @@ def test_the_largest_of_a_diagonal_factor_is_its_largest_entry() -> None:
     assert largest_eigenvalue(torch.tensor([[0.5, 3.0, 1.0], [0.0, 0.0, 0.0]])).tolist() == [3.0, 0.0]
 
 
+@pytest.mark.parametrize("n", [3, 70])
+def test_a_factor_that_has_overflowed_ends_no_training(n: int) -> None:
+    assert not bool(largest_eigenvalue(torch.full((1, n, n), torch.inf)).isfinite())
+
+
 # Resumed -------------------------------------------------------------------------------------------------------------
 
 

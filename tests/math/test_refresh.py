@@ -148,6 +148,14 @@ def test_a_batch_gives_what_each_factor_gives_alone(
             torch.testing.assert_close(part, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("solver", [EigenSolver(), InverseSolver()])
+@pytest.mark.parametrize("shape", [(2, 3), (2, 3, 3)])
+def test_a_factor_that_has_overflowed_ends_no_training(
+    solver: EigenSolver | InverseSolver, shape: tuple[int, ...]
+) -> None:
+    assert isinstance(decompose_safely(solver, torch.full(shape, torch.nan), torch.zeros(2)), Failure)
+
+
 NEAR = ((1, 10), (2, 9), (3, 9), (1, 4))  # pairs and rows; 4 are too few to go with the others
 
 

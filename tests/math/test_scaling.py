@@ -56,6 +56,12 @@ def test_norms_and_products_of_matrices_side_by_side_are_those_of_stacks() -> No
     torch.testing.assert_close(lengths, [whole] * 2, rtol=1e-12, atol=0)
 
 
+def test_a_scaling_may_look_at_some_stacks() -> None:
+    stacks = [direction(None) for _ in range(3)]
+    for found, own in zip(Stacked.of(stacks)[1:], stacks[1:], strict=True):
+        assert found.direction is own.direction
+
+
 def as_long_as_update(d: Direction) -> Stacked:
     """A direction as long as the update."""
     return scaled_by(Graft(), Stacked.of([d]), 0)
