@@ -623,6 +623,8 @@ def test_the_engine_refuses_too() -> None:
         with pytest.raises(ValueError):
             engine.load_state_dict(damaged)
         assert_same_state(engine.state_dict(), before)
+    with pytest.raises(ValueError, match="not the state of an engine: it has no 'layers'"):
+        engine.load_state_dict(torch.optim.SGD(model.parameters()).state_dict())
 
 
 # torch.distributed.checkpoint, Accelerate, Lightning -----------------------------------------------------------------

@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from kfac_optim import KFACSGD, CurvatureEngine, EigenSolver, Graft, KFACAdam, KFACMixin, exponential_decay, growing
 from kfac_optim.capture.copies import leave_hooks_behind
+from kfac_optim.distributed import LocalCommunicator
 from kfac_optim.steering.opponents import OPPONENTS
 from tests.helpers.compare import assert_identical, assert_trained, values
 from tests.helpers.files import packed, through_a_file, unpacked
@@ -252,6 +253,15 @@ def test_an_engine_that_stands_alone_can_be_copied() -> None:
             preconditioner.precondition_(lr=0.1)
             torch.optim.SGD(trained.parameters(), lr=0.1).step()
     assert_identical(*(trained for trained, _ in pairs))
+
+
+def test_ranks_of_ones_own_do_not_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several ranks that unpickle an engine cannot tell which of them train together."""
+    pickled = [pickle.dumps(build(KFACSGD, **more)) for more in ({}, {"communicator": LocalCommunicator()})]
+    monkeypatch.setattr("kfac_optim.placement.ranks.default_communicator", lambda: LocalCommunicator(0, 2))
+    pickle.loads(pickled[0])
+    with pytest.raises(RuntimeError, match="communicator= of its own, which does not travel"):
+        pickle.loads(pickled[1])
 
 
 class Agent(nn.Module):
