@@ -149,7 +149,7 @@ class CurvatureEngine(Config):
         refresher.rebuild(step, blocks)
         self._refresh_if_due(trains=trains)
         refresher.work_off(step)
-        stages.preconditioner.release(blocks, self.damping_rule)
+        stages.preconditioner.release(blocks)
         stages.restart_for_new_layers()
         return True
 
@@ -229,21 +229,15 @@ class CurvatureEngine(Config):
             Directions of the layers that have a decomposition and a vector.
         """
         stages = self.stages
-        return stages.preconditioner.directions(
-            stages.blocks,
-            StepVectors(vectors, updates or {}, lr),
-            damping=self.damping_rule,
-            scaling=self.scaling,
-            step=stages.progress.step,
-            keeps_zeros=keeps_zeros,
-        )
+        given = StepVectors(vectors, updates or {}, lr)
+        return stages.preconditioner.directions(stages.blocks, given, stages.progress.step, keeps_zeros=keeps_zeros)
 
     def skip_directions(self) -> None:
         """Takes the place of :meth:`directions` in a step that is not turned (a collective).
 
         Ranks that exchange directions do so in every step: what is sent must not depend on what one rank has learned.
         """
-        self.stages.preconditioner.send_zeros(self.stages.blocks, self.scaling)
+        self.stages.preconditioner.send_zeros(self.stages.blocks)
 
     def advance(self, left: Mapping[nn.Parameter, Tensor] | None = None) -> None:
         """Ends the step; ``left``: the gradients that it leaves in ``.grad``, for :meth:`discard`."""

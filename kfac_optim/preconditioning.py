@@ -12,11 +12,11 @@ from torch import Tensor
 from .blocks import Block
 from .common.precision import without_autocast
 from .common.stopwatch import Stopwatch
-from .damping import Damping, OfLargest, value_of
+from .config import Config
+from .damping import OfLargest, value_of
 from .distributed import Broadcast
 from .placement import Ranks, exchanged_blocks, gathered_vectors
-from .scaling import Scaling, scaled_by, traits_of
-from .solvers import Solver
+from .scaling import scaled_by, traits_of
 from .stacks import (
     Directions,
     Groups,
@@ -36,35 +36,24 @@ class Preconditioner:
     """Preconditions and scales vectors.
 
     Args:
-        solver: Made the decompositions, and applies them.
-        inv_dtype: Storage of the decompositions; vectors are preconditioned in float32 at least.
+        config: The options. Vectors are preconditioned in the dtype of decompositions, but in float32 at least.
         stopwatch: Where the time is noted.
         ranks: Those that exchange directions.
     """
 
-    def __init__(self, solver: Solver, inv_dtype: torch.dtype, stopwatch: Stopwatch, ranks: Ranks) -> None:
-        self.dtype, self.stopwatch, self.ranks = torch.promote_types(inv_dtype, torch.float32), stopwatch, ranks
-        self._solver = StackSolver(solver, self.dtype)
+    def __init__(self, config: Config, stopwatch: Stopwatch, ranks: Ranks) -> None:
+        self.config, self.stopwatch, self.ranks = config, stopwatch, ranks
+        self.dtype = torch.promote_types(config.inv_dtype, torch.float32)
+        self._solver = StackSolver(config.solver, self.dtype)
         self._stacks: list[Stack] = []
         self._stack_key: Any = None  # versions of the decompositions that the stacks hold, and the kind of damping
 
-    def directions(
-        self,
-        blocks: Sequence[Block],
-        vectors: StepVectors,
-        *,
-        damping: Damping,
-        scaling: Scaling | None,
-        step: int,
-        keeps_zeros: bool = False,
-    ) -> Directions:
+    def directions(self, blocks: Sequence[Block], vectors: StepVectors, step: int, *, keeps_zeros: bool) -> Directions:
         """The preconditioned and scaled vectors (a collective).
 
         Args:
             blocks: All there are.
             vectors: What to precondition.
-            damping: What is added to the eigenvalues.
-            scaling: How long the directions are; None: as they are.
             step: The step, of which damping and scaling may be functions.
             keeps_zeros: Whether the directions are zero wherever the vectors are: the base optimizer leaves these
                 weights alone, perhaps because the user masks their gradients.
@@ -72,13 +61,14 @@ class Preconditioner:
         Returns:
             Directions of the layers that have a decomposition and a vector.
         """
-        comm, known = self.ranks.comm, [block for block in blocks if block.has_direction]
+        damping, scaling, comm = self.config.damping_rule, self.config.scaling, self.ranks.comm
+        known = [block for block in blocks if block.has_direction]
         value = value_of(damping, step)
         exchanged = exchanged_blocks(known, scaling, comm)
         with self.stopwatch.communication("gradient", comm.world_size) if exchanged else nullcontext():
             vectors, exchange = gathered_vectors(known, exchanged, vectors, comm)
         given = vectors.given
-        stacks = [part for stack in self._current_stacks(known, damping) for part in stack.with_vectors(given, damping)]
+        stacks = [part for stack in self._current_stacks(known) for part in stack.with_vectors(given, damping)]
         self._solver.select(stacks, value)
         # Where the scaling ignores a factor per pair, gamma P m serves as well as P m, and costs less. Directions that
         # are sent to other ranks have to be P m itself, which the receivers take them for.
@@ -97,16 +87,16 @@ class Preconditioner:
             found = scaled_by(scaling, found, step)
         return Directions([stack.layout for stack in stacks], found, given, self.dtype, exchange)
 
-    def send_zeros(self, blocks: Sequence[Block], scaling: Scaling | None) -> None:
+    def send_zeros(self, blocks: Sequence[Block]) -> None:
         """Takes part in the exchange of directions where this rank has none to send (a collective)."""
         if any(block.route for block in blocks):
             known = [block for block in blocks if block.has_direction]
-            self._send_directions(known, exchanged_blocks(known, scaling, self.ranks.comm), [], [])
+            self._send_directions(known, exchanged_blocks(known, self.config.scaling, self.ranks.comm), [], [])
 
-    def release(self, blocks: Sequence[Block], damping: Damping) -> None:
+    def release(self, blocks: Sequence[Block]) -> None:
         """Lets go of decompositions that are no longer in use."""
         known = [block for block in blocks if block.has_direction]
-        if self._stack_key != stack_key(known, damping):
+        if self._stack_key != stack_key(known, self.config.damping_rule):
             self.clear()
 
     def clear(self) -> None:
@@ -114,8 +104,9 @@ class Preconditioner:
         self._stacks, self._stack_key = [], None
         self._solver.clear()
 
-    def _current_stacks(self, known: Sequence[Block], damping: Damping) -> list[Stack]:
+    def _current_stacks(self, known: Sequence[Block]) -> list[Stack]:
         """The stacks of the blocks that have decompositions, made anew when one of these has changed."""
+        damping = self.config.damping_rule
         current = stack_key(known, damping)
         if current != self._stack_key:
             self.clear()

@@ -132,7 +132,7 @@ class Stages:
     def _restore(self) -> None:
         """Builds the stages that copies and pickles leave out, and registers the hooks."""
         config = self.config
-        self.preconditioner = Preconditioner(config.solver, config.inv_dtype, self.stopwatch, self.ranks)
+        self.preconditioner = Preconditioner(config, self.stopwatch, self.ranks)
         self.capture = Capture(
             self.layers,
             self.trained.roots,

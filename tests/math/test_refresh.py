@@ -534,8 +534,8 @@ def test_layers_of_one_shape_together_equal_each_on_its_own(
 ) -> None:
     """Cut into stacks of one layer each, the directions are the same."""
 
-    def one_by_one(known: Any, damping: Any) -> Any:
-        return [stack_of([block], damping) for block in known]
+    def one_by_one(known: Any) -> Any:
+        return [stack_of([block], engine.damping_rule) for block in known]
 
     torch.manual_seed(0)
     net = Repeated().double()
