@@ -378,7 +378,9 @@ def refuse_unknown(owner: str, given: Mapping[str, Any], known: Sequence[str]) -
     """Raises TypeError for an unknown keyword, and says which name was probably meant."""
     for name in given:
         if name not in known:
-            raise TypeError(f"{owner} got an unexpected keyword argument {name!r}{_did_you_mean(name, known)}")
+            swallowed = "; if a base class takes it as one of its **kwargs, name it in a subclass's __init__"
+            hint = _did_you_mean(name, known) or swallowed * ("kwargs" in known)
+            raise TypeError(f"{owner} got an unexpected keyword argument {name!r}{hint}")
 
 
 def refuse_in_groups(groups: Iterable[Iterable[str]], known: Collection[str]) -> None:

@@ -340,11 +340,11 @@ class KFACMixin(_Optimizer):
             checked.append((saved, counters))
 
         stages.follow(self._parameters())  # a framework may have set the groups of the resumed run
-        before = dict(self.__dict__)
+        before, own_groups = dict(self.__dict__), self.param_groups  # Lightning's stand-in has no groups of its own
         last_hook = self.register_load_state_dict_pre_hook(check)  # last, as users' hooks may put the state in order
         try:
             super().load_state_dict(state_dict)
-            for own, new in zip(before["param_groups"], self.param_groups, strict=True):
+            for own, new in zip(own_groups, self.param_groups, strict=True):
                 missing = [name for name in self.defaults if name in own and name not in new]
                 if missing:
                     raise KeyError(missing[0])

@@ -21,6 +21,7 @@ from tests.helpers.settings import FLOAT64, KINDS
 from tests.helpers.training import data_of, make_model, share, train
 
 L = pytest.importorskip("lightning")
+from lightning.pytorch.core.optimizer import LightningOptimizer  # noqa: E402
 from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 
@@ -386,3 +387,11 @@ def test_two_processes_are_one_on_the_whole_batch(tmp_path: Path) -> None:
     expected["resumed"] = expected["sgd, automatic"]
     for name, parameters in expected.items():
         assert_ranks_are_one(found, name, parameters)
+
+
+def test_lightning_s_stand_in_loads_a_state_as_that_of_torch_s_classes_does() -> None:
+    """It looks attributes up in the optimizer behind it, and has no groups of its own."""
+    saved = KFACSGD(torch.nn.Linear(3, 2), lr=2.0).state_dict()
+    stand_in = LightningOptimizer(KFACSGD(torch.nn.Linear(3, 2), lr=0.1))
+    stand_in.load_state_dict(saved)
+    assert stand_in.param_groups[0]["lr"] == 2.0

@@ -195,6 +195,30 @@ def test_arguments_pass_through_constructors_and_typos_do_not(cls: Any) -> None:
             cls(torch.nn.Linear(3, 2), lr=0.1, **{typo: 0.1})
 
 
+class Swallowing(torch.optim.SGD):
+    """Takes any keyword, and makes a default of the groups of it, as pytorch_optimizer's GaLore does."""
+
+    def __init__(self, params: Any, lr: float = 0.1, **kwargs: Any) -> None:
+        super().__init__(params, lr=lr)
+        self.defaults.update(kwargs)
+        self.param_groups[0].update(kwargs)
+
+
+class KFACSwallowing(KFACMixin, Swallowing):
+    pass
+
+
+class KFACNaming(KFACMixin, Swallowing):
+    def __init__(self, params: Any, rank: int = 4, **keywords: Any) -> None:
+        super().__init__(params, rank=rank, **keywords)
+
+
+def test_a_keyword_that_only_kwargs_take_is_refused_with_the_remedy() -> None:
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'rank'; .* name it in a subclass's __init__"):
+        KFACSwallowing(torch.nn.Linear(3, 2), rank=2)
+    assert KFACNaming(torch.nn.Linear(3, 2), rank=2).param_groups[0]["rank"] == 2
+
+
 def test_an_optimizer_that_hands_over_may_be_in_front_of_the_mixin() -> None:
     class Counting(torch.optim.Optimizer):
         steps = 0
