@@ -53,8 +53,8 @@ def memory_estimate(
     """Estimates, before training, how many bytes the curvature takes on the rank that needs most.
 
     Args:
-        model: The module, on the device on which it is to train, or on the meta device in place of a GPU. On a CPU factors
-            are kept in smaller blocks (``max_factor_dim``).
+        model: The module, on the device on which it is to train, or on the meta device in place of a GPU. On a CPU
+            factors are kept in smaller blocks (``max_factor_dim``).
         world_size: Number of processes.
         assignment: As for the optimizers.
         **more: Any other keyword of :class:`~kfac_optim.CurvatureEngine` that matters to memory, such as ``params``.
