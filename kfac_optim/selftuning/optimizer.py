@@ -60,11 +60,11 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         least_damping: The value below which lambda does not fall, > 0. Default 1e-5.
         model_fraction: The share of the examples on which the model is evaluated again, in (0, 1], default 0.25; at
             least 256 examples, or all if there are fewer.
-        **options: Those of :class:`~kfac_optim.CurvatureEngine`, without ``damping``, ``scaling`` and ``solver``. Other
-            defaults: ``inv_update_steps=growing(0.1, minimum=5)``. Statistics are collected in the same steps only
-            (``factor_update_steps``), each from a large batch, and are forgotten faster (``factor_decay=0.75``). On CPUs,
-            too, factors are kept in blocks of at most 2100 rows (``max_factor_dim``): with smaller ones an autoencoder
-            ended at 41.0 instead of 39.5.
+        **options: Those of :class:`~kfac_optim.CurvatureEngine`, without ``damping``, ``scaling`` and ``solver``.
+            Other defaults: ``inv_update_steps=growing(0.1, minimum=5)``. Statistics are collected in the same steps
+            only (``factor_update_steps``), each from a large batch, and are forgotten faster (``factor_decay=0.75``).
+            On CPUs, too, factors are kept in blocks of at most 2100 rows (``max_factor_dim``): with smaller ones an
+            autoencoder ended at 41.0 instead of 39.5.
 
     In ``param_groups[0]``, "damping" is the present lambda, which may be set. "learning_rate" and "momentum" are the
     coefficients of the last step. "reduction_ratio" is the actual divided by the predicted fall of the loss; if it is
