@@ -38,6 +38,7 @@ from benchmarks.scaling.cluster import (
 )
 from benchmarks.scaling.workload import Counter, Work, Workload, workload
 from kfac_optim import KAISA, AssignmentStrategy, CurvatureEngine, FactorWise, LayerWise, memory_estimate
+from kfac_optim.common.grouping import grouped_by_key
 from kfac_optim.distributed import Communicator, LocalCommunicator, agreement
 
 ROUNDING = 1e-9  # sums of some thousand floats in another order
@@ -190,8 +191,10 @@ def test_buckets_are_those_of_the_communicator(sizes: list[int], bucket_bytes: i
     comm = Recorder(0, 2)
     comm.bucket_bytes = bucket_bytes
     tensors = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
-    filled = [sum(tensor.nbytes for tensor in tensors[part]) for part in comm._buckets(tensors, [None] * len(tensors))]
-    assert buckets(sizes, bucket_bytes) == filled
+    summed = comm._buckets(tensors, [None] * len(tensors), None)
+    assert buckets(sizes, bucket_bytes) == [sum(tensor.nbytes for tensor in tensors[part]) for part in summed]
+    sent = grouped_by_key(sizes, lambda size: None, lambda size: size, bucket_bytes)
+    assert buckets(sizes, bucket_bytes) == [sum(part) for part in sent]
 
 
 # Seconds and bytes ---------------------------------------------------------------------------------------------------
