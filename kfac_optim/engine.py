@@ -276,8 +276,7 @@ class CurvatureEngine(Config):
             raise TypeError(f"precondition_(lr={lr!r}): must be a number, or a tensor of one")
         if lr is None and traits_of(self.scaling).needs_lr:
             raise ValueError(f"precondition_(lr=None): scaling={self.scaling!r} needs the learning rate; pass lr=")
-        if not trained.is_intact:
-            stages.follow(trained.present_parameters())
+        stages.follow_model()
         gradients = {p: g for p in trained.parameters if (g := full_gradient(p)) is not None}
         lr = 1.0 if lr is None else lr
         try:

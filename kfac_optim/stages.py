@@ -185,6 +185,12 @@ class Stages:
         self.prepare_statistics(collects=False)  # what this step has captured went with the old hooks
         self.trained.warn_of_declined(before)
 
+    def follow_model(self) -> None:
+        """:meth:`follow` for an engine without an optimizer, if the model was changed, or moved before a first step."""
+        trained = self.trained
+        if not trained.is_intact or (not self.progress.taken and trained.has_moved):
+            self.follow(trained.present_parameters())
+
     def make_room(self, blocks: Iterable[Block]) -> None:
         """Makes room for the factors of layers that train and have no room yet."""
         spreads = self.config.may_spread

@@ -160,6 +160,15 @@ class TrainedModel:
         return {p: reach for parameters, reach in known for p in parameters}
 
     @property
+    def has_moved(self) -> bool:
+        """Whether a model of which no layer was seen is on another kind of machine than when its layers were found.
+
+        How large the blocks of factors are depends on the machine. Factors that a state had stay as they are.
+        """
+        moved = any(block.layer.machine != machine_of(block.layer.weight.device) for block in self.blocks)
+        return moved and not any(block.has_data() for block in self.blocks)
+
+    @property
     def is_intact(self) -> bool:
         """Whether all layers and their parameters are still in their places."""
         return self._whereabouts.are_unchanged
@@ -185,8 +194,7 @@ class TrainedModel:
                 have been replaced in the model but not in the optimizer.
         """
         whole = self.is_intact or self._whereabouts.accept_moves()
-        # How large the blocks of factors are depends on the machine, and a model may move before its first step.
-        moved = first and any(block.layer.machine != machine_of(block.layer.weight.device) for block in self.blocks)
+        moved = first and self.has_moved
         # With fewer parameters, groups were taken out of the optimizer: for good, unless they return within some steps.
         self._steps_on_fewer = self._steps_on_fewer + 1 if len(stepped) < len(self.parameters) else 0
         known = all(p in self.parameters for p in stepped) and self._steps_on_fewer < UNSEEN_STEPS

@@ -201,6 +201,7 @@ def load_state_dict(engine: Staged, state_dict: Mapping[str, Any]) -> None:
     for key in ("layers", "counters"):
         if not isinstance(state_dict.get(key), Mapping):
             raise ValueError(f"this is not the state of an engine: it has no {key!r}")
+    engine.stages.follow_model()
     weights = {block.layer.name: block.layer.weight for block in engine.stages.blocks}
     unknown = set(state_dict["layers"]) - set(weights)
     if unknown:

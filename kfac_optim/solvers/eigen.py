@@ -112,11 +112,9 @@ class EigenSolver:
     def _limits(self, a: Decomposition, g: Decomposition, gamma: Tensor) -> tuple[tuple[Decomposition, Tensor], ...]:
         """Both decompositions, each with the limit above which its eigenvalues matter, ``[p b]`` for b blocks."""
         limit = self.negligible * gamma
-        of_a, of_g = (limit / other[0].view(len(limit), -1).amax(-1) for other in (g, a))
-        return (a, of_a.repeat_interleave(len(a[0]) // len(limit))), (
-            g,
-            of_g.repeat_interleave(len(g[0]) // len(limit)),
-        )
+        of_a, of_g = (limit / other[0].reshape(len(limit), -1).amax(-1) for other in (g, a))
+        each = (a, of_a), (g, of_g)
+        return tuple((side, of_side.repeat_interleave(len(side[0]) // len(limit))) for side, of_side in each)
 
     def precondition(self, gradient: Tensor, a: Decomposition, g: Decomposition, gamma: Tensor) -> Tensor:
         """Eqs. 11-13 for one stack; ``joint.py`` computes them for all stacks at once, on GPUs.

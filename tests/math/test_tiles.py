@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -261,3 +262,52 @@ def test_blocks_follow_a_model_that_moves_before_its_first_step(monkeypatch: pyt
     second.load_state_dict(first.state_dict())
     train(second)
     assert second.curvature.step_count == 6
+
+
+@pytest.fixture
+def moves(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Has all models that exist be on a GPU from then on."""
+
+    def move() -> None:
+        for module in ("layers.base", "coverage.trained_model"):
+            monkeypatch.setattr(f"kfac_optim.{module}.machine_of", lambda device: "accelerator")
+
+    return move
+
+
+def test_blocks_of_an_engine_alone_follow_a_model_that_moves(moves: Callable[[], None]) -> None:
+    """As those of an optimizer do: under DeepSpeed, which moves the model, it is built before."""
+    engines = [
+        CurvatureEngine(nn.Sequential(nn.Linear(301, 3)), inv_update_steps=1, factor_update_steps=1) for _ in range(2)
+    ]
+    moves()
+    for engine in engines:
+        model = engine.stages.trained.model
+        assert model is not None
+        if engine is engines[1]:
+            engine.load_state_dict(engines[0].state_dict())
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.randn(8, 301)).square().mean().backward()
+            engine.precondition_(0.1)
+        assert [spec.blocks for spec in engine.layers[0].specs] == [1, 1]
+        assert all(block.has_direction for block in engine.stages.blocks)
+    assert engines[1].step_count == 6
+
+
+def test_a_loaded_state_outlives_a_move(moves: Callable[[], None]) -> None:
+    """Its factors stay in the blocks that they were loaded in."""
+    first, second = (
+        KFACSGD(nn.Sequential(nn.Linear(301, 3)), lr=0.1, inv_update_steps=1, factor_update_steps=1) for _ in range(2)
+    )
+    for optimizer in (first, second):
+        model = optimizer.curvature.stages.trained.model
+        assert model is not None
+        if optimizer is second:
+            second.load_state_dict(first.state_dict())
+            moves()
+            before = optimizer.curvature.stages.blocks[0]
+        model(torch.randn(8, 301)).square().mean().backward()
+        optimizer.step()
+    assert second.curvature.stages.blocks == [before]
+    assert float(before.state["current"]["A"]["weight"]) > 8
