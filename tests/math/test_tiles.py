@@ -18,6 +18,7 @@ from kfac_optim.factors import FactorSpec
 from kfac_optim.layers import find_layers, moments
 from kfac_optim.layers.moments import second_moment
 from kfac_optim.solvers import Decomposition, EigenSolver, InverseSolver, Solver, damps_factors
+from kfac_optim.stacks import tiles
 from kfac_optim.stacks.tiles import precondition
 from tests.helpers.compare import assert_near
 
@@ -116,10 +117,11 @@ def solved(solver: Solver, v: Tensor, a: Tensor, g: Tensor, gamma: Tensor, shift
 
 
 @pytest.mark.parametrize("solver", [EigenSolver(0.0), InverseSolver()], ids=["eigen", "inverse"])
-@given(sides=sides(), rows=st.integers(1, 12), seed=st.integers(0, 99))
+@given(sides=sides(), rows=st.integers(1, 12), at_once=st.sampled_from([1, 20, 100]), seed=st.integers(0, 99))
 def test_directions_against_the_dense_solve(
-    solver: Any, sides: tuple[FactorSpec, FactorSpec], rows: int, seed: int
+    solver: Any, sides: tuple[FactorSpec, FactorSpec], rows: int, at_once: int, seed: int
 ) -> None:
+    """All tiles at once, some of them, or one by one."""
     torch.manual_seed(seed)
     moments = [some_moment(spec, rows) for spec in sides]
     a, g = (dense(spec, moment) for spec, moment in zip(sides, moments, strict=True))
@@ -132,10 +134,35 @@ def test_directions_against_the_dense_solve(
         for spec, moment, shift in zip(sides, moments, shifts, strict=True)
     ]
     v = torch.randn(pairs, sides[1].dim, sides[0].dim)
-    found = precondition(solver, v, (decomposed[0], decomposed[1]), sides, gamma)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "_AT_ONCE", at_once)
+        found = precondition(solver, v, (decomposed[0], decomposed[1]), sides, gamma)
     for pair in range(pairs):
         of_pair = (shifts[0][pair], shifts[1][pair])
         assert_near(found[pair], solved(solver, v[pair], a[pair], g[pair], gamma[pair], of_pair))
+
+
+class LargestTensor(TorchDispatchMode):
+    """How many numbers the largest tensor has that torch computes."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **kwargs or {})
+        if func.overloadpacket in (torch.ops.aten.bmm, torch.ops.aten.constant_pad_nd, torch.ops.aten.clone):
+            self.largest = max(self.largest, found.numel())
+        return found
+
+
+def test_tiles_of_very_large_layers_take_no_room_together() -> None:
+    """A feed-forward layer of Llama-70B in four blocks: none of what is computed is as large as the gradient."""
+    sides = FactorSpec(1, 8192), FactorSpec(1, 28672, blocks=4)
+    a, g = ((torch.empty(s.matrices, s.size, device="meta"), torch.empty(s.shape, device="meta")) for s in sides)
+    with LargestTensor() as computed:
+        precondition(
+            EigenSolver(), torch.empty(1, 28672, 8192, device="meta"), (a, g), sides, torch.ones(1, device="meta")
+        )
+    assert computed.largest == 7168 * 8192
 
 
 class Turned(InverseSolver):
