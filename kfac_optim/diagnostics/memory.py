@@ -54,7 +54,8 @@ def memory_estimate(
 
     Args:
         model: The module, on the device on which it is to train, or on the meta device in place of a GPU. On a CPU
-            factors are kept in smaller blocks (``max_factor_dim``).
+            factors are kept in smaller blocks (``max_factor_dim``). For :class:`~kfac_optim.KFAC` add its default,
+            ``max_factor_dim=2100``.
         world_size: Number of processes.
         assignment: As for the optimizers.
         **more: Any other keyword of :class:`~kfac_optim.CurvatureEngine` that matters to memory, such as ``params``.

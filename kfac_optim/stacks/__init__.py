@@ -3,7 +3,7 @@
 Where to look::
 
     stack.py            which layers form a stack, and their decompositions side by side
-    tiles.py            block-diagonal factors, tile by tile
+    tiles.py            the tiles of block-diagonal factors, as pairs
     layout.py           where the parameters of the layers lie in the matrices of a stack
     pairs.py            norms and inner products of Kronecker pairs, and which are scaled together
     matrices.py         the matrices of all stacks and their algebra, in two forms: for CPUs and for accelerators
