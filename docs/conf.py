@@ -17,10 +17,8 @@ autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 nitpicky = True  # a reference to a name that is not documented is an error, but for names of others
 nitpick_ignore_regex = [
-    (
-        "py:.*",
-        r"(torch|nn|dist|collections|inspect|threading|dataclasses)\..*|Tensor|Source|Record|AbstractContextManager|.*\._\w+",
-    )
+    ("py:.*", r"(torch|nn|dist|collections|dataclasses|inspect|threading)\..*"),
+    ("py:.*", r"Tensor|Source|Record|AbstractContextManager|.*\._\w+"),
 ]
 
 
