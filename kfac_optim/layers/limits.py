@@ -12,7 +12,7 @@ __all__ = ["LARGEST", "kept_of"]
 # The most rows of a block, unless the user gives another number. The time of a decomposition grows with their cube, and
 # blocks lose next to nothing (docs/results/rule.rst, "How large blocks are"). On a CPU, the factors of layers with 256
 # inputs and of 3 x 3 kernels on 32 channels are still whole. On a GPU, many small blocks would take more launches.
-LARGEST: dict[Machine, int | None] = {"cpu": 300, "accelerator": 8192, "meta": 8192}
+LARGEST: dict[Machine, int] = {"cpu": 300, "accelerator": 8192, "meta": 8192}
 # A lopsided factor has more rows than the first of these numbers, and at least so many times as many as the other one
 # of its layer. It costs more than all others of a model together. A lopsided G belongs to a vocabulary: an entry of its
 # diagonal is that of one row of the weight, and next to nothing is lost by the diagonal alone. A lopsided A belongs to

@@ -114,7 +114,10 @@ class EigenSolver:
         limit = self.negligible * gamma
         of_a, of_g = (limit / other[0].reshape(len(limit), -1).amax(-1) for other in (g, a))
         each = (a, of_a), (g, of_g)
-        return tuple((side, of_side.repeat_interleave(len(side[0]) // len(limit))) for side, of_side in each)
+        # Unlike repeat_interleave(), this launches nothing where factors are whole.
+        return tuple(
+            (side, of_side[:, None].expand(-1, len(side[0]) // len(limit)).flatten()) for side, of_side in each
+        )
 
     def precondition(self, gradient: Tensor, a: Decomposition, g: Decomposition, gamma: Tensor) -> Tensor:
         """Eqs. 11-13 for one stack; ``joint.py`` computes them for all stacks at once, on GPUs.

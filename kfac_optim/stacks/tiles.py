@@ -15,7 +15,6 @@ tile::
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 
@@ -49,8 +48,10 @@ def precondition(
     """
     if decomposed is None:
         return torch.empty_like(gradient)
-    whole = all(spec.blocks == 1 for spec in specs)
-    found = (_applied if whole else functools.partial(_tiled, specs))(solver, gradient, *decomposed, gamma)
+    if all(spec.blocks == 1 for spec in specs):
+        found = _applied(solver, gradient, *decomposed, gamma)
+    else:
+        found = _tiled(specs, solver, gradient, *decomposed, gamma)
     return found if found.stride() == gradient.stride() else torch.empty_like(gradient).copy_(found)
 
 
@@ -83,8 +84,8 @@ def _at_once(
     # The last blocks of G and A may be padded by rows whose eigenvalues are 0.
     padded = F.pad(gradient, (0, grid[2] * sizes[0] - d_in, 0, grid[1] * sizes[1] - d_out))
     tiles = padded.unflatten(2, (grid[2], -1)).unflatten(1, (grid[1], -1)).transpose(2, 3).flatten(0, 2)
-    a = tuple(part.to(gradient.dtype).unsqueeze(1).expand(*grid, *part.shape[2:]).flatten(0, 2) for part in a)
-    g = tuple(part.to(gradient.dtype).unsqueeze(2).expand(*grid, *part.shape[2:]).flatten(0, 2) for part in g)
+    a = tuple(part.unsqueeze(1).expand(*grid, *part.shape[2:]).flatten(0, 2) for part in a)
+    g = tuple(part.unsqueeze(2).expand(*grid, *part.shape[2:]).flatten(0, 2) for part in g)
     applied = _applied(solver, tiles, a, g, gamma.repeat_interleave(grid[1] * grid[2]))
     return applied.unflatten(0, grid).transpose(2, 3).flatten(3).flatten(1, 2)[:, :d_out, :d_in]
 

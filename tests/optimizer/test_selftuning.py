@@ -95,6 +95,14 @@ def test_training_lowers_the_loss_without_any_rate() -> None:
     assert group["reduction_ratio"] > 0
 
 
+def test_factors_are_kept_in_larger_blocks_than_elsewhere() -> None:
+    def blocks(**options: Any) -> list[int]:
+        (layer,) = KFAC(nn.Sequential(nn.Linear(400, 5)), fisher="gaussian", **options).curvature.layers
+        return [spec.blocks for spec in layer.specs]
+
+    assert blocks() == [1, 1] and blocks(max_factor_dim="auto") == [2, 1]
+
+
 def test_a_scheduler_shortens_the_step_that_was_found() -> None:
     steps = []
     for share in (1.0, 0.25, 0.0):
