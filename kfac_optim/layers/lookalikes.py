@@ -1,9 +1,10 @@
 """Recognises modules with a ``forward`` of their own that compute what a known layer does, by comparing results.
 
-Many models bring their own LayerNorm, RMSNorm or Linear. Such a module is covered if on random inputs it returns what a
-reference returns, and the same gradients of input, weight and bias: for inputs of 2, 3 and 4 dimensions, of magnitudes
-from 1e-6 to 1e3, in train and eval mode, in float32 and float64. The comparison runs on the CPU, on a stand-in with
-parameters of its own: the module and its hooks are not touched, and the user's random number generators do not move.
+Many models bring their own LayerNorm, RMSNorm, GroupNorm or Linear. Such a module is covered if on random inputs it
+returns what a reference returns, and the same gradients of input, weight and bias: for inputs of 2, 3 and 4 dimensions,
+of magnitudes from 1e-6 to 1e3, in train and eval mode, in float32 and float64. The comparison runs on the CPU, on a
+stand-in with parameters of its own: the module and its hooks are not touched, and the user's random number generators
+do not move.
 Behaviour that depends on anything else (the device, autocast, an attribute that changes later) goes unnoticed.
 
 A module is compared only if its ``forward`` takes one argument, it has no parameters other than ``weight`` and
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 from ..distributed import whole_shape
 from .base import require_initialised
 from .linear import LinearLayer, TransposedLinearLayer
-from .norm import ChannelsFirstLayerNormLayer, LayerNormLayer, RMSNormLayer
+from .norm import ChannelsFirstLayerNormLayer, GroupNormLayer, LayerNormLayer, RMSNormLayer
 from .registry import LayerFactory
 
 __all__ = ["Reference", "lookalike"]
@@ -145,15 +146,19 @@ def _references(module: nn.Module, shape: tuple[int, ...], attributes: dict[str,
         if not isinstance(module, nn.Linear):
             yield Reference("nn.Linear, transposed", TransposedLinearLayer, _transposed, leading, features=0)
         return
+    channels = shape[0]
+    first = [(2, channels, 3, 4), (3, channels, 5, 2)]
+    if isinstance(module, nn.GroupNorm):
+        same = functools.partial(_group_norm, groups=module.num_groups, eps=module.eps)
+        yield Reference("nn.GroupNorm", GroupNormLayer, same, [(3, channels, 5), *first])
+        return
     own = [v for v in attributes.values() if isinstance(v, float) and 0 <= v < 0.1]
     for eps in dict.fromkeys([*own, *_EPS]):
-        channels = shape[0]
         last = [(5, channels), (3, 4, channels), (2, 3, 4, channels)]
         layer = functools.partial(LayerNormLayer, eps=eps)
         yield Reference("nn.LayerNorm", layer, functools.partial(_layer_norm, eps=eps), last)
         rms = functools.partial(RMSNormLayer, eps=eps)
         yield Reference("nn.RMSNorm", rms, functools.partial(_rms_norm, eps=eps), last)
-        first = [(2, channels, 3, 4), (3, channels, 5, 2)]
         images = functools.partial(ChannelsFirstLayerNormLayer, eps=eps)
         yield Reference("nn.LayerNorm, channels first", images, functools.partial(_channels_first, eps=eps), first)
 
@@ -164,6 +169,10 @@ def _transposed(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float) -> Tensor:
     return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def _group_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, groups: int, eps: float) -> Tensor:
+    return F.group_norm(x, groups, weight, bias, eps)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float) -> Tensor:

@@ -65,6 +65,20 @@ class CLIPLayerNorm(nn.LayerNorm):
         return super().forward(x.type(torch.float32)).type(x.dtype)
 
 
+class GroupNorm32(nn.GroupNorm):
+    """As in openai/improved-diffusion."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float()).type(x.dtype)
+
+
+class SwishedGroupNorm(nn.GroupNorm):
+    """As in openai/glide-text2im."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(super().forward(x.float()).to(x.dtype))
+
+
 class CastingLinear(nn.Linear):
     """As in modded-nanogpt."""
 
@@ -192,6 +206,7 @@ OTHER: dict[str, Callable[[], nn.Module]] = {
     "other in four dimensions": lambda: OverImages(6),
     "indices or features": lambda: EmbeddingOrHead(6, 4),
     "two outputs": lambda: Pair(6),
+    "GLIDE": lambda: SwishedGroupNorm(3, 6),
 }
 
 
@@ -228,6 +243,19 @@ def test_a_layer_norm_over_channels_in_front_equals_one_behind_a_transposition()
         engine.precondition_(lr=0.1)
     for p, q in zip(images.parameters(), last.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(4, 6, 5), (4, 6, 5, 3)])
+def test_a_group_norm_that_casts_equals_one_that_does_not(shape: tuple[int, ...]) -> None:
+    casting, plain = GroupNorm32(3, 6, eps=1e-3), nn.GroupNorm(3, 6, eps=1e-3)
+    engines = CurvatureEngine(casting, **OFTEN), CurvatureEngine(plain, **OFTEN)
+    assert "as nn.GroupNorm" in repr(engines[0])
+    x, weight = torch.randn(shape), torch.randn(shape)
+    for norm, engine in zip((casting, plain), engines, strict=True):
+        (norm(x) * weight).sum().backward()
+        engine.precondition_(lr=0.1)
+    for p, q in zip(casting.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=0)
 
 
 class OnDefaultDevice(nn.RMSNorm):
