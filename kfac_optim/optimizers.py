@@ -41,7 +41,7 @@ _DEFAULTS: dict[str, Any] = {
     "scaling": "graft",
     # As statistics get rarer, each update forgets more of the past; a past too large for the new moments counts less.
     "factor_decay": forgetting(inverse_time_decay(0.95, steps=250, final=0.8), slack=3.0),
-    "inv_update_steps": growing(fraction=0.5, minimum=10, most_work=1.0),
+    "inv_update_steps": growing(fraction=0.5, minimum=10, most_work=1.0, maximum=100),
     "solver": EigenSolver(negligible=0.3),
 }
 _PRECONDITIONS = ("momentum", "gradient")

@@ -31,6 +31,8 @@ __all__ = [
     "value_at",
 ]
 
+_LASTING = 20  # intervals that have grown to their maximum are at least so many times what a refresh costs
+
 Number = TypeVar("Number", int, float)
 Schedule = Union[Number, Callable[[int], Number]]  # noqa: UP007  (mypy takes no | here)
 
@@ -95,7 +97,7 @@ class Progress(Counted):
 class growing:
     """An interval that grows with the step, because curvature changes fast at first and slowly later.
 
-    The interval at step ``t`` is ``max(minimum, fraction * t)`` steps, rounded down.
+    The interval at step ``t`` is ``max(minimum, fraction * t)`` steps, rounded down, but no more than ``maximum``.
 
     Args:
         fraction: The interval as a fraction of the step, >= 0. Default 0.1: every 100 steps at step 1000.
@@ -104,6 +106,9 @@ class growing:
             refreshes, both counted in multiply-adds (:mod:`~kfac_optim.refresh.pacing`). The interval is lengthened
             until the bound holds: with 1.0 a refresh costs at most as much as those steps. None (default): cost is
             ignored.
+        maximum: Largest interval in steps, >= ``minimum``. An interval that has grown to it is longer still if a
+            refresh costs more than a twentieth of ``maximum`` steps: 20 times as long as what a refresh costs, unless
+            ``most_work`` is None. None (default): intervals grow without an end.
 
     Raises:
         TypeError: If a value is not a number.
@@ -113,6 +118,7 @@ class growing:
     fraction: float = 0.1
     minimum: int = 5
     most_work: float | None = field(default=None, kw_only=True)
+    maximum: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         allowed = ">= 0 and finite"
@@ -120,9 +126,24 @@ class growing:
         require_number("minimum", self.minimum, "an int >= 1", lambda x: is_int(x) and x >= 1, owner="growing")
         if self.most_work is not None:
             require_number("most_work", self.most_work, "> 0, or None", lambda x: x > 0, owner="growing")
+        if self.maximum is not None:
+            allowed = f"an int >= minimum={self.minimum}, or None"
+            require_number("maximum", self.maximum, allowed, lambda x: is_int(x) and x >= self.minimum, owner="growing")
 
     def __call__(self, step: int) -> int:
-        return max(self.minimum, int(self.fraction * step))
+        return self.interval(step, work=0)
+
+    def interval(self, step: int, work: int) -> int:
+        """The interval at ``step``, if a refresh costs as much as ``work`` steps."""
+        grown = max(self.minimum, int(self.fraction * step))
+        if self.maximum is not None:
+            lasting = 0 if self.most_work is None else _LASTING * work
+            grown = min(grown, max(self.maximum, lasting))
+        return max(grown, self.least(work))
+
+    def least(self, work: int) -> int:
+        """The fewest steps that ``most_work`` allows between refreshes which cost as much as ``work`` steps."""
+        return 0 if self.most_work is None else int(work / self.most_work)
 
 
 @dataclass(frozen=True)

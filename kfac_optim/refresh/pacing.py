@@ -73,12 +73,16 @@ class Pace(Counted):
         """Whether a refresh is due at ``step``; ``last``: the step of the last one, None before the first."""
         if last is not None:
             return due(self.interval(config, step), step, last)
-        least = self._least_interval(config)
+        schedule = config.inv_update_steps
+        least = schedule.least(self.work) if isinstance(schedule, growing) else 0
         return least <= _WORTH_WAITING * config.at("inv_update_steps", 0) or step >= least
 
     def interval(self, config: Config, step: int) -> int:
         """Steps between refreshes at ``step``: those of the schedule, or more if the work of a refresh demands it."""
-        return max(int(config.at("inv_update_steps", step)), self._least_interval(config))
+        schedule = config.inv_update_steps
+        return (
+            schedule.interval(step, self.work) if isinstance(schedule, growing) else config.at("inv_update_steps", step)
+        )
 
     def statistics_interval(self, config: Config, step: int) -> int:
         """Steps between statistics updates at ``step``."""
@@ -92,9 +96,3 @@ class Pace(Counted):
         """The number of steps over which the work of a refresh that starts at ``step`` is spread."""
         given = config.at("spread", step)
         return int(self.interval(config, step) // 10 if given is None else given)
-
-    def _least_interval(self, config: Config) -> int:
-        """The fewest steps between refreshes that their work allows; 0 if the schedule has no ``most_work``."""
-        schedule = config.inv_update_steps
-        most_work = schedule.most_work if isinstance(schedule, growing) else None
-        return 0 if most_work is None else int(self.work / most_work)
