@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +27,7 @@ from .refresh import Pace, Refresher
 from .scaling import traits_of
 from .schedules import Progress, due
 from .sightings import Sightings
-from .steering import Brake, Plan, Steering
+from .steering import Plan, Steering
 
 __all__ = ["COUNTERS", "Staged", "Stages"]
 
@@ -212,11 +211,7 @@ class Stages:
 
     def plan(self) -> Plan:
         """How the base optimizer's step is changed: the step in progress or, between steps, the coming one."""
-        plan = self.steering.plan(self.blocks, self.progress.step, self.config)
-        if not self.closed:
-            return plan
-        own = replace(plan, trust=0.0, learns=False, computes=False, repeats=False, stretches=False)
-        return replace(own, graft=1.0, brake=Brake())
+        return Plan() if self.closed else self.steering.plan(self.blocks, self.progress.step, self.config)
 
     @property
     def is_opposed(self) -> bool:

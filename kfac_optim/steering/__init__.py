@@ -20,7 +20,6 @@ Where to look::
     opponents.py        whether networks train against each other
 """
 
-from .brake import Brake
 from .constraints import compares_weights
 from .graft import grafted
 from .inner_products import Compared, alignments
@@ -30,7 +29,6 @@ from .reach import LEAST, stretches
 from .trust import changes_at, turns
 
 __all__ = [
-    "Brake",
     "LEAST",
     "Compared",
     "Lessons",

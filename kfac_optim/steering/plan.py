@@ -7,7 +7,7 @@ Everything learned for these decisions is kept here, except each layer's reach, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import nn
@@ -32,7 +32,7 @@ __all__ = ["Plan", "Steering"]
 
 @dataclass(frozen=True)
 class Plan:
-    """How one step of the base optimizer is changed.
+    """How one step of the base optimizer is changed; by default it is not.
 
     Attributes:
         trust: How far the step turns from the base optimizer's own update to K-FAC's direction, in [0, 1].
@@ -46,14 +46,14 @@ class Plan:
         brake: How much K-FAC's share of the step is shortened if the base optimizer's update is unusually long.
     """
 
-    trust: float
-    learns: bool
-    computes: bool
-    repeats: bool
-    stretches: bool
-    moment_decay: float
-    graft: float
-    brake: Brake
+    trust: float = 0.0
+    learns: bool = False
+    computes: bool = False
+    repeats: bool = False
+    stretches: bool = False
+    moment_decay: float = 0.0
+    graft: float = 1.0
+    brake: Brake = field(default_factory=Brake)
 
 
 class Steering:
