@@ -25,7 +25,7 @@ from .snapshots import (
     State,
     set_learned,
 )
-from .solvers import Decomposition
+from .solvers import Sides
 from .spectra import eigenvalues
 
 __all__ = ["UNSEEN_STEPS", "Block"]
@@ -64,7 +64,7 @@ class Block:
     route: tuple[int, tuple[int, ...]] | None = None
     state: State = field(default_factory=dict)
     kept_by: LayerAssignment | None = None
-    decomposed: tuple[Decomposition, Decomposition] | None = None
+    decomposed: Sides | None = None
     has_direction: bool = False
     version: int = 0
     cosine: Tensor | None = None
@@ -223,9 +223,7 @@ class Block:
 
     # Decompositions -------------------------------------------------------------------------------------------------
 
-    def install(
-        self, decomposed: tuple[Decomposition, Decomposition] | None, known: KnownSpectra | None = None
-    ) -> None:
+    def install(self, decomposed: Sides | None, known: KnownSpectra | None) -> None:
         """Starts using decompositions of the factors in use; None if only other ranks precondition the layer.
 
         ``known``: the known eigenvalues of these factors.
@@ -233,7 +231,7 @@ class Block:
         self.drop()
         self.decomposed, self.has_direction, self._known_spectra = decomposed, True, known
 
-    def share_storage(self, decomposed: tuple[Decomposition, Decomposition]) -> None:
+    def share_storage(self, decomposed: Sides) -> None:
         """Replaces the decompositions with equal ones that are views of a larger tensor."""
         self.decomposed = decomposed
 

@@ -31,6 +31,7 @@ from ..solvers import (
     Decomposition,
     EigenSolver,
     MaybeDecomposition,
+    Sides,
     Solver,
     Worker,
     damps_factors,
@@ -195,7 +196,7 @@ class Refresher(Counted, pending_spread=Counter(None)):
         if refresh is self.in_progress:  # last, so that an interrupted refresh is ended in the next step
             self.in_progress = None
 
-    def _exchange(self, refresh: Refresh) -> dict[Block, tuple[Decomposition, Decomposition] | None]:
+    def _exchange(self, refresh: Refresh) -> dict[Block, Sides | None]:
         """Sends the decompositions from their inverse workers to the gradient workers.
 
         Returns:
@@ -208,7 +209,7 @@ class Refresher(Counted, pending_spread=Counter(None)):
             (flags,) = comm.sum([torch.tensor(done, dtype=torch.float64, device="cpu").view(-1, 2)], "counts")
             good = flags.bool().all(1).tolist()
             broadcasts: list[Broadcast] = []
-            found: dict[Block, tuple[Decomposition, Decomposition] | None] = {}
+            found: dict[Block, Sides | None] = {}
             for block in itertools.compress(refresh.blocks, good):
                 workers, sides = block.workers, []
                 for i, holders in enumerate(map(workers.holders, range(2))):

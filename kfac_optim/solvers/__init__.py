@@ -28,7 +28,7 @@ Where to look::
 from .decompose import BATCH_NUMEL, Batch, decompose_all, decompose_safely
 from .eigen import EigenSolver
 from .inverse import InverseSolver
-from .protocol import Decomposition, Failure, MaybeDecomposition, Shifting, Solver, damps_factors, part_dtype
+from .protocol import Decomposition, Failure, MaybeDecomposition, Shifting, Sides, Solver, damps_factors, part_dtype
 from .worker import Worker
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "InverseSolver",
     "MaybeDecomposition",
     "Shifting",
+    "Sides",
     "Solver",
     "Worker",
     "damps_factors",

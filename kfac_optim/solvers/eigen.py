@@ -14,7 +14,7 @@ from torch import Tensor
 from ..common.checks import require_number
 from ..common.machines import is_asynchronous
 from .joint import in_order
-from .protocol import Decomposition
+from .protocol import Decomposition, Sides
 
 __all__ = ["EigenSolver"]
 
@@ -96,28 +96,26 @@ class EigenSolver:
 
     def count_relevant(self, a: Decomposition, g: Decomposition, gamma: Tensor) -> Tensor:
         """How many eigenvalues of A and of G are not negligible in some pair, ``[2]``; does not wait for the device."""
-        return torch.stack([_count_above(*side) for side in self._limits(a, g, gamma)])
+        of_a, of_g = self._limits(a, g, gamma)
+        return torch.stack([_count_above(a, of_a), _count_above(g, of_g)])
 
-    def relevant(
-        self, a: Decomposition, g: Decomposition, gamma: Tensor, counts: Sequence[int]
-    ) -> tuple[Decomposition, Decomposition]:
+    def relevant(self, a: Decomposition, g: Decomposition, gamma: Tensor, counts: Sequence[int]) -> Sides:
         """The parts of both decompositions that matter, for ``precondition``; negligible eigenvalues in them are 0.
 
         ``counts`` are those of :meth:`count_relevant`; up to 15 more are kept, as zeros. The result of a pair does not
         depend on other pairs in the stack.
         """
-        of_a, of_g = zip(self._limits(a, g, gamma), counts, strict=True)
-        return _largest(*of_a[0], of_a[1]), _largest(*of_g[0], of_g[1])
+        of_a, of_g = self._limits(a, g, gamma)
+        return _largest(a, of_a, counts[0]), _largest(g, of_g, counts[1])
 
-    def _limits(self, a: Decomposition, g: Decomposition, gamma: Tensor) -> tuple[tuple[Decomposition, Tensor], ...]:
-        """Both decompositions, each with the limit above which its eigenvalues matter, ``[p b]`` for b blocks."""
-        limit = self.negligible * gamma
-        of_a, of_g = (limit / other[0].reshape(len(limit), -1).amax(-1) for other in (g, a))
-        each = (a, of_a), (g, of_g)
-        # Unlike repeat_interleave(), this launches nothing where factors are whole.
-        return tuple(
-            (side, of_side[:, None].expand(-1, len(side[0]) // len(limit)).flatten()) for side, of_side in each
-        )
+    def _limits(self, a: Decomposition, g: Decomposition, gamma: Tensor) -> list[Tensor]:
+        """The limits above which eigenvalues of A and of G matter, ``[p b]`` for b blocks."""
+        limit, found = self.negligible * gamma, []
+        for own, other in ((a, g), (g, a)):
+            of_pairs = limit / other[0].reshape(len(limit), -1).amax(-1)
+            # Unlike repeat_interleave(), this launches nothing where factors are whole.
+            found.append(of_pairs[:, None].expand(-1, len(own[0]) // len(limit)).flatten())
+        return found
 
     def precondition(self, gradient: Tensor, a: Decomposition, g: Decomposition, gamma: Tensor) -> Tensor:
         """Eqs. 11-13 for one stack; ``joint.py`` computes them for all stacks at once, on GPUs.

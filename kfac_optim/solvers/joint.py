@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..common.flat_storage import split_flat
-from .protocol import Decomposition
+from .protocol import Decomposition, Sides
 
 __all__ = ["JointEigen", "in_order"]
 
@@ -47,7 +47,7 @@ class JointEigen:
         units: For each stack, what gamma is a multiple of, ``[p]``.
     """
 
-    def __init__(self, decomposed: Sequence[tuple[Decomposition, Decomposition]], units: Sequence[Tensor]) -> None:
+    def __init__(self, decomposed: Sequence[Sides], units: Sequence[Tensor]) -> None:
         stacks = [_EigenStack(*sides, unit) for sides, unit in zip(decomposed, units, strict=True)]
         order = sorted(range(len(stacks)), key=lambda i: stacks[i].is_whole)  # truncated stacks come first
         small = [i for i in order if stacks[i].numel <= _KEPT_NUMEL]

@@ -8,18 +8,24 @@ from typing import Protocol, TypeGuard
 import torch
 from torch import Tensor
 
-__all__ = ["Decomposition", "Failure", "MaybeDecomposition", "Shifting", "Solver", "damps_factors", "part_dtype"]
+__all__ = [
+    "Decomposition",
+    "Failure",
+    "MaybeDecomposition",
+    "Shifting",
+    "Sides",
+    "Solver",
+    "damps_factors",
+    "part_dtype",
+]
 
 Decomposition = tuple[Tensor, ...]
+Sides = tuple[Decomposition, Decomposition]  # of A and of G
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Takes the place of a decomposition that could not be computed.
-
-    Attributes:
-        reason: What went wrong in the last attempt.
-    """
+    """Takes the place of a decomposition that could not be computed; ``reason``: why the last attempt failed."""
 
     reason: str
 
@@ -46,7 +52,6 @@ class Solver(Protocol):
 
         The engine calls it without autocast and, unless the solver is an :class:`~kfac_optim.EigenSolver`, without
         TF32. The call may come from another thread while the model trains.
-
         It may raise ``torch.linalg.LinAlgError`` or return non-finite values: the engine then retries and falls back.
         """
 

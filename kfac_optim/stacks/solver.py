@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from ..common.machines import is_asynchronous
 from ..common.rates import Scalar, common_rate
-from ..solvers import EigenSolver, Solver, damps_factors
+from ..solvers import EigenSolver, Sides, Solver, damps_factors
 from ..solvers.joint import JointEigen
 from .directions import StepVectors
 from .layout import fill_all
 from .matrices import FlatStorage, Matrices
 from .stack import Stack
 from .stacked import Stacked, Steepest
-from .tiles import Sides, precondition
+from .tiles import precondition
 
 __all__ = ["StackSolver"]
 

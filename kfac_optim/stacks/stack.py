@@ -17,11 +17,10 @@ from ..common.machines import is_asynchronous, machine_of
 from ..damping import Damping, kind_of
 from ..factors import FactorSpec
 from ..layers import KroneckerLayer
-from ..solvers import Shifting
+from ..solvers import Shifting, Sides
 from .layout import Layout
 from .matrices import storage_order
 from .pairs import Groups
-from .tiles import Sides
 
 __all__ = ["Stack", "stack_key", "stack_of", "stacks_of"]
 

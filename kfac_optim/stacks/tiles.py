@@ -23,14 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..factors import FactorSpec
-from ..solvers import Decomposition, Solver
+from ..solvers import Decomposition, Sides, Solver
 
-__all__ = ["Sides", "precondition"]
+__all__ = ["precondition"]
 
 # Tiles of more numbers than this are not preconditioned all at once, which takes room for seven times as many.
 _AT_ONCE = 2**22
-
-Sides = tuple[Decomposition, Decomposition]  # the decompositions of A and of G of some layers of one shape
 
 
 def precondition(
