@@ -14,7 +14,7 @@ from ..common.machines import machine_of
 from ..common.user_warning import warn_user
 from ..config import Config
 from ..distributed import Communicator, gathered_weight, own_shape, refuse_flattened, sharding_problem, whole_shape
-from ..layers import COMPUTED, LayerOptions, LinearLayer, find_layers, skip_reason
+from ..layers import COMPUTED, FoundLayers, LayerOptions, LinearLayer, skip_reason
 from .whereabouts import Whereabouts, owners_of, unwrap
 
 __all__ = ["TrainedModel", "parameters_of"]
@@ -98,9 +98,9 @@ class TrainedModel:
             own_shape=functools.partial(own_shape, roots=self.roots),
         )
         known = {block.layer.weight: block for block in self.blocks}
-        coverage = find_layers(self.roots, options)
-        blocks, uncovered = [], coverage.uncovered
-        for layer in coverage.layers:
+        found = FoundLayers(self.roots, options)
+        blocks, uncovered = [], found.uncovered
+        for layer in found.layers:
             problem = sharding_problem(layer.weight, self.roots, comm)
             if layer.is_shard:
                 problem = problem if type(layer) is LinearLayer else "split by tensor parallelism, not an nn.Linear"

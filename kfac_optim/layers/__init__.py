@@ -41,7 +41,7 @@ from .base import COMPUTED, Declined, KroneckerLayer, LayerOptions, Observation,
 from .linear import LinearLayer
 from .moments import gram, second_moment, spread_examples
 from .registry import register_layer
-from .search import find_layers, skip_reason
+from .search import FoundLayers, skip_reason
 from .shifts import shift_pays
 from .windows import Windows
 
@@ -50,6 +50,7 @@ __all__ = [
     "AttentionInputLayer",
     "AttentionLayer",
     "Declined",
+    "FoundLayers",
     "KroneckerLayer",
     "LayerOptions",
     "LinearLayer",
@@ -58,7 +59,6 @@ __all__ = [
     "RowsLayer",
     "Sharing",
     "Windows",
-    "find_layers",
     "gram",
     "register_layer",
     "second_moment",

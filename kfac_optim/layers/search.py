@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from .base import COMPUTED, Declined, KroneckerLayer, LayerOptions
 from .lookalikes import lookalike
 from .registry import LayerFactory, factory_of
 
-__all__ = ["FoundLayers", "find_layers", "skip_reason"]
+__all__ = ["FoundLayers", "skip_reason"]
 
 
 def _factory_for(module: nn.Module) -> tuple[LayerFactory | None, str]:
@@ -63,8 +63,8 @@ def _path(cls: type) -> str:
     return cls.__qualname__ if cls.__module__.startswith("torch.nn") else f"{cls.__module__}.{cls.__qualname__}"
 
 
-def find_layers(roots: Iterable[nn.Module], options: LayerOptions) -> FoundLayers:
-    """Finds the Kronecker layers of some modules.
+class FoundLayers:
+    """The Kronecker layers of some modules, and the reasons why other parameters have none.
 
     A weight that several modules use under the same rule and with the same bias is one layer. If the rules differ, or
     one of the modules has none, the weight is declined, because its Fisher block is not a Kronecker product. Layers
@@ -74,12 +74,6 @@ def find_layers(roots: Iterable[nn.Module], options: LayerOptions) -> FoundLayer
     Args:
         roots: The user's modules.
         options: The engine's options for layers.
-    """
-    return FoundLayers(list(roots), options)
-
-
-class FoundLayers:
-    """The layers of some modules, and the reasons why other parameters have none; made by :func:`find_layers`.
 
     Attributes:
         layers: The layers whose weight the optimizer updates.

@@ -152,9 +152,9 @@ def test_statistics_of_a_norm_layer_take_few_launches(norm: str) -> None:
     """The sum of g, the normalised input, its product with g and the sum of that."""
     program = f"""
         from kfac_optim import LayerOptions
-        from kfac_optim.layers import find_layers
+        from kfac_optim.layers import FoundLayers
         module = torch.nn.{norm}.cuda()
-        (layer,) = find_layers([module], LayerOptions()).layers
+        (layer,) = FoundLayers([module], LayerOptions()).layers
         x = torch.zeros(3, 4, 5, 5, device="cuda")
         observation = layer.observe(module, x, x, torch.float32)
         simulation.take()

@@ -34,7 +34,7 @@ from kfac_optim import (
 )
 from kfac_optim.distributed import Broadcast, share_gradients
 from kfac_optim.distributed.assignment import FactorPlace
-from kfac_optim.layers import LayerOptions, convolution, find_layers, moments
+from kfac_optim.layers import FoundLayers, LayerOptions, convolution, moments
 from tests.helpers.compiler import needs_compiler
 from tests.helpers.settings import OFTEN
 from tests.helpers.training import train
@@ -214,7 +214,7 @@ def multiply_half_precision() -> None:
             g = torch.randn_like(output).bfloat16()
             found = []
             for device in ("cuda", "cpu"):
-                (layer,) = find_layers([module], LayerOptions()).layers
+                (layer,) = FoundLayers([module], LayerOptions()).layers
                 with patch.object(convolution, "shift_pays", lambda *_, chosen=shifted, **__: chosen):
                     seen = layer.observe(module, a.to(device), output.to(device), torch.float32)
                 rows = layer.multiplicand(g.to(device), torch.float32)

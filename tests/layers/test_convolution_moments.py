@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kfac_optim import LayerOptions
-from kfac_optim.layers import RowsLayer, Windows, convolution, find_layers, shift_pays, shifts, windows
+from kfac_optim.layers import FoundLayers, RowsLayer, Windows, convolution, shift_pays, shifts, windows
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -47,7 +47,7 @@ def convolutions(draw: st.DrawFn) -> tuple[nn.Module, Tensor]:
 def test_both_ways_give_the_moment_of_the_rows(case: tuple[nn.Module, Tensor], numbers_at_once: int) -> None:
     module, x = case
     module = module.double()
-    (layer,) = find_layers([module], LayerOptions()).layers
+    (layer,) = FoundLayers([module], LayerOptions()).layers
     expected = RowsLayer.observe(layer, module, x, module(x), torch.float64)
     for shifted in (True, False):
         with pytest.MonkeyPatch.context() as patch:
@@ -85,7 +85,7 @@ def test_settings_may_change_after_construction(kind: Any, settings: dict[str, A
     for name, value in settings.items():
         setattr(module, name, value)
     found, expected = (
-        find_layers([conv], LayerOptions()).layers[0].observe(conv, x, conv(x), torch.float64)
+        FoundLayers([conv], LayerOptions()).layers[0].observe(conv, x, conv(x), torch.float64)
         for conv in (module, built)
     )
     torch.testing.assert_close(found.a, expected.a)
@@ -136,7 +136,7 @@ def test_the_choice_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[bool] = []
     monkeypatch.setattr(convolution, "shifted_moment", lambda *_: taken.append(pays) or torch.zeros(1, 18, 18))
     module, x = nn.Conv2d(2, 2, 3, bias=False), torch.randn(1, 2, 8, 8)
-    (layer,) = find_layers([module], LayerOptions()).layers
+    (layer,) = FoundLayers([module], LayerOptions()).layers
     for pays in (True, False):
         monkeypatch.setattr(convolution, "shift_pays", lambda *_, pays=pays, half=False: pays)
         layer.observe(module, x, module(x), torch.float64)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kfac_optim import LayerOptions
 from kfac_optim.common.machines import is_asynchronous, machine_of
-from kfac_optim.layers import find_layers
+from kfac_optim.layers import FoundLayers
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_work_on_meta_tensors_is_that_of_a_cpu(module: nn.Module, shape: tuple[i
     """A product in strips, patches unfolded in chunks, no normalised copy."""
     called = []
     for device in ("cpu", "meta"):
-        (layer,) = find_layers([module.to(device)], LayerOptions(max_factor_dim=None)).layers
+        (layer,) = FoundLayers([module.to(device)], LayerOptions(max_factor_dim=None)).layers
         x = torch.zeros(shape, device=device)
         with torch.no_grad():
             y = module(x)

@@ -192,7 +192,7 @@ def test_while_nothing_changes_no_step_looks_for_layers(monkeypatch: pytest.Monk
     """Which takes as long as many steps of a small model."""
     model = make()
     optimizer = KFACSGD(model, lr=0.05, **OFTEN)
-    monkeypatch.setattr("kfac_optim.coverage.trained_model.find_layers", lambda *_: pytest.fail("it looks for layers"))
+    monkeypatch.setattr("kfac_optim.coverage.trained_model.FoundLayers", lambda *_: pytest.fail("it looks for layers"))
     train(model, optimizer, range(2 * STEPS))
 
 

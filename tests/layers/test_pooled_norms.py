@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kfac_optim import CurvatureEngine
 from kfac_optim.capture.statistics import MicroBatch
-from kfac_optim.layers import LayerOptions, find_layers
+from kfac_optim.layers import FoundLayers, LayerOptions
 from kfac_optim.layers.norm import _NormLayer
 from tests.helpers.compare import assert_near, factors_of
 from tests.helpers.settings import FLOAT64
@@ -27,7 +27,7 @@ def test_each_channel_has_the_moment_of_its_own_gradients(
 ) -> None:
     """``channels``: of each layer their number, and how often it is called; an example's gradients are added up."""
     options = LayerOptions(max_factor_dim=1 if diagonal else None)
-    layers = find_layers([nn.ModuleList(nn.LayerNorm(c, bias=bias) for c, _ in channels)], options).layers
+    layers = FoundLayers([nn.ModuleList(nn.LayerNorm(c, bias=bias) for c, _ in channels)], options).layers
     assert len({layer.combined_with for layer in layers}) == 1
     d_out = 1 + bias
     rows = [[torch.randn(examples, c, d_out, dtype=torch.float64) for _ in range(calls)] for c, calls in channels]
@@ -50,8 +50,8 @@ def test_each_channel_has_the_moment_of_its_own_gradients(
 def test_norms_of_other_shapes_are_not_pooled() -> None:
     """Some have a shift, some are on another device; or with ``max_factor_dim=1`` diagonal blocks."""
     models = nn.ModuleList([nn.LayerNorm(3), nn.RMSNorm(3), nn.LayerNorm(3, device="meta")])
-    layers = find_layers([models], LayerOptions()).layers
-    layers += find_layers([nn.LayerNorm(3)], LayerOptions(max_factor_dim=1)).layers
+    layers = FoundLayers([models], LayerOptions()).layers
+    layers += FoundLayers([nn.LayerNorm(3)], LayerOptions(max_factor_dim=1)).layers
     assert len({layer.combined_with for layer in layers}) == len(layers) == 4
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kfac_optim import KFACSGD, LayerOptions, OfMean
-from kfac_optim.layers import find_layers
+from kfac_optim.layers import FoundLayers
 from tests.helpers.compare import assert_applied, assert_near, parameters
 from tests.helpers.reference import (
     Inputs,
@@ -490,7 +490,7 @@ def test_large_factors_of_convolutions_are_block_diagonal(limit: int, groups: in
 @pytest.mark.parametrize("module", [nn.BatchNorm2d(4), nn.GroupNorm(2, 4)], ids=["batch", "group"])
 def test_norm_layers_of_inputs_far_from_zero(module: nn.Module) -> None:
     """In float32: three digits at a mean of 100 deviations; beyond 1000 it may come out too small, never too large."""
-    (layer,) = find_layers([module], LayerOptions()).layers
+    (layer,) = FoundLayers([module], LayerOptions()).layers
     torch.manual_seed(0)
     x, g = torch.randn(16, 4, 8, 8), torch.randn(16, 4, 8, 8)
 
@@ -520,7 +520,7 @@ def test_norm_layers_of_inputs_far_from_zero(module: nn.Module) -> None:
 )
 def test_norm_layers_on_accelerators(module: Any, positions: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where inputs are normalised, by an operation of torch."""
-    (layer,) = find_layers([module], LayerOptions()).layers
+    (layer,) = FoundLayers([module], LayerOptions()).layers
     module = copy.deepcopy(module).double()
     torch.manual_seed(0)
     for statistics, at_least in (
@@ -557,7 +557,7 @@ def test_sync_batch_norm_reads_the_statistics_of_all_ranks_off_its_output(shape:
     output, g = norm(whole), torch.randn(shape, dtype=torch.float64)
 
     def moment(module: nn.Module, x: Tensor, y: Tensor, g: Tensor) -> Tensor:
-        (layer,) = find_layers([module], LayerOptions()).layers
+        (layer,) = FoundLayers([module], LayerOptions()).layers
         return layer.output_moment(module, g, layer.observe(module, x, y, torch.float64))
 
     halves = [moment(synchronised, *(t.detach()[part] for t in (whole, output, g))) for part in (slice(3), slice(3, 6))]
@@ -571,7 +571,7 @@ def test_sync_batch_norm_with_a_zero_weight_falls_back_to_its_own_batch() -> Non
     module = nn.SyncBatchNorm(4).double()
     nn.init.zeros_(module.weight)
     x, g = torch.randn(5, 4, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
-    (layer,) = find_layers([module], LayerOptions()).layers
+    (layer,) = FoundLayers([module], LayerOptions()).layers
     found = layer.output_moment(module, g, layer.observe(module, x, torch.zeros_like(x), torch.float64))
     x_hat = torch.nn.functional.batch_norm(x, None, None, training=True)
     expected = torch.stack([g * x_hat, g], dim=-1)[:, None].transpose(1, 2)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kfac_optim.layers import LayerOptions, find_layers
+from kfac_optim.layers import FoundLayers, LayerOptions
 from kfac_optim.layers.linear import LinearLayer, TransposedLinearLayer
 from kfac_optim.layers.norm import RMSNormLayer
 from kfac_optim.stacks.layout import Layout
@@ -62,12 +62,12 @@ def layers_of(name: str) -> list[Any]:
     if name == "numbers":
         return [RMSNormLayer("", scale(), options) for _ in range(2)]
     if name == "transposed, one bias":
-        layers = find_layers([nn.ModuleList([nn.ConvTranspose1d(4, 3, 2) for _ in range(2)])], options).layers
+        layers = FoundLayers([nn.ModuleList([nn.ConvTranspose1d(4, 3, 2) for _ in range(2)])], options).layers
         bias = nn.Parameter(torch.zeros(7))
         for i, layer in enumerate(layers):
             layer.bias, layer.bias_part = bias, slice(1 + 3 * i, 4 + 3 * i)
         return layers
-    layers = find_layers([nn.ModuleList(CASES[name])], LayerOptions()).layers
+    layers = FoundLayers([nn.ModuleList(CASES[name])], LayerOptions()).layers
     return [layer for layer in layers if (layer.d_out, layer.d_in) == (layers[-1].d_out, layers[-1].d_in)]
 
 
@@ -146,7 +146,7 @@ def test_layers_of_any_types_side_by_side(
     names: list[str], missing: set[int], wanted: set[int], dtype: torch.dtype
 ) -> None:
     """Some biases have no vector, only some parameters are asked for, and matrices come as parts of larger tensors."""
-    found = find_layers([nn.ModuleList(OF_ONE_SHAPE[name]() for name in names)], LayerOptions()).layers
+    found = FoundLayers([nn.ModuleList(OF_ONE_SHAPE[name]() for name in names)], LayerOptions()).layers
     layers = [layer for layer in found if (layer.d_out, layer.d_in) == (3, 5)]
     vectors = {p: vector.to(dtype) for p, vector in vectors_of(layers).items()}
     biases = [p for p in vectors if all(p is not layer.weight for layer in layers)]

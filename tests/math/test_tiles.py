@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kfac_optim import KFACSGD, CurvatureEngine, LayerOptions, OfLargest, OfMean
 from kfac_optim.factors import FactorSpec
-from kfac_optim.layers import find_layers, moments
+from kfac_optim.layers import FoundLayers, moments
 from kfac_optim.layers.moments import second_moment
 from kfac_optim.solvers import Decomposition, EigenSolver, InverseSolver, Solver, damps_factors
 from kfac_optim.stacks import tiles
@@ -223,7 +223,7 @@ def kept(d_in: int, d_out: int, device: str, **options: Any) -> tuple[Any, Any, 
 
     ``options`` are those for layers.
     """
-    layer = find_layers([nn.Linear(d_in, d_out, bias=False, device=device)], LayerOptions(**options)).layers[0]
+    layer = FoundLayers([nn.Linear(d_in, d_out, bias=False, device=device)], LayerOptions(**options)).layers[0]
     a, g = layer.specs
     return (a.diagonal, g.diagonal), (a.blocks, g.blocks), layer.notes
 

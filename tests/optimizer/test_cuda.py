@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from kfac_optim import KFACSGD, EigenSolver, KFACAdamW, OfLargest, growing
-from kfac_optim.layers import LayerOptions, find_layers
+from kfac_optim.layers import FoundLayers, LayerOptions
 from kfac_optim.layers.moments import _SUMS_IN_FLOAT32
 from kfac_optim.optimizers import KFACMixin
 from tests.helpers.compare import assert_near, assert_same_weights
@@ -179,7 +179,7 @@ def test_moments_of_half_precision_are_those_of_its_numbers(name: str, dtype: to
     make, shape = MODULES[name]
     torch.manual_seed(0)
     module = make().cuda()
-    (layer,) = find_layers([module], LayerOptions(max_factor_dim=limit)).layers
+    (layer,) = FoundLayers([module], LayerOptions(max_factor_dim=limit)).layers
     a = torch.randn(shape, device="cuda").to(dtype)
     output = module(a.float())
     g = torch.randn_like(output).to(dtype)
