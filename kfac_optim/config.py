@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import itertools
 import math
@@ -23,7 +24,7 @@ from torch import nn
 
 from .capture import Bernoulli, Categorical, Fisher, Gaussian, LossAverage
 from .common import checks
-from .damping import Damping, OfLargest, OfMean, as_damping, check_damping
+from .damping import Damping, as_damping, check_damping
 from .distributed import KAISA, AssignmentStrategy, Communicator, FactorWise, LayerWise
 from .layers import Sharing
 from .scaling import Graft, KLClip, Orthogonal, Scaling, Unit, traits_of
@@ -31,15 +32,14 @@ from .schedules import OWN_SCHEDULES, Schedule, forgetting
 from .solvers import EigenSolver, InverseSolver, Solver, damps_factors
 
 __all__ = [
+    "CHANGEABLE",
     "Config",
+    "checked",
     "compared",
-    "compared_options",
     "describe",
-    "loaded_options",
     "options",
     "refuse_in_groups",
     "refuse_unknown",
-    "saved_options",
     "signature",
 ]
 
@@ -65,9 +65,7 @@ def _option(default: Any, check: checks.Check, doc: str, *, fixed: bool = False,
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def _fixed_option(default: Any, check: checks.Check, doc: str, *, accepts: str = "") -> Any:
-    """Declares an option that is fixed at construction."""
-    return _option(default, check, doc, fixed=True, accepts=accepts)
+_fixed_option = functools.partial(_option, fixed=True)  # fixed at construction
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -215,10 +213,10 @@ class Config:
         if constructed and field.metadata["fixed"]:
             raise AttributeError(
                 f"{name} is fixed at construction: build a new optimizer. During training you can set "
-                + ", ".join(_CHANGEABLE)
+                + ", ".join(CHANGEABLE)
             )
         before = self.__dict__.get(name)
-        super().__setattr__(name, field.metadata["check"](name, value))
+        super().__setattr__(name, checked(name, value))
         if constructed:
             try:
                 self._option_changed()
@@ -226,9 +224,9 @@ class Config:
                 super().__setattr__(name, before)
                 raise
 
-    def load_options(self, counters: Mapping[str, Any]) -> None:
-        """Sets the options that are among saved counters, as ``loaded_options`` finds them."""
-        for name, value in loaded_options(self, counters).items():
+    def set_options(self, values: Mapping[str, Any]) -> None:
+        """Sets several options."""
+        for name, value in values.items():
             setattr(self, name, value)
 
     def _option_changed(self) -> None:
@@ -243,7 +241,7 @@ class Config:
         if callable(value):
             raise TypeError(f"{name}: the function of the step has returned another function at step {step}")
         try:
-            return _FIELDS[name].metadata["check"](name, value)
+            return checked(name, value)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{error} (the function of the step has returned it at step {step})") from None
 
@@ -272,7 +270,12 @@ class Config:
 
 
 _FIELDS = {field.name: field for field in dataclasses.fields(Config)}
-_CHANGEABLE = [name for name, field in _FIELDS.items() if not field.metadata["fixed"]]
+CHANGEABLE = [name for name, field in _FIELDS.items() if not field.metadata["fixed"]]
+
+
+def checked(name: str, value: Any) -> Any:
+    """An option's value as its check returns it; the check raises TypeError or ValueError."""
+    return _FIELDS[name].metadata["check"](name, value)
 
 
 def options() -> dict[str, inspect.Parameter]:
@@ -314,34 +317,6 @@ def describe() -> str:
     return "\n".join(lines)
 
 
-# The saved state -----------------------------------------------------------------------------------------------------
-
-# Options that are objects around one number: the number's key in a saved state, which restores the object's class; the
-# option, the class, and the name of the number in it.
-_INSIDE: dict[str, tuple[str, type, str]] = {
-    "damping_of_mean": ("damping", OfMean, "value"),
-    "damping_of_largest": ("damping", OfLargest, "value"),
-    "kl_clip": ("scaling", KLClip, "kappa"),
-}
-
-
-def saved_options(config: Config) -> dict[str, int | float]:
-    """The hyperparameters that are plain numbers, for the saved state; functions of the step are never saved."""
-    given = {name: getattr(config, name) for name in _CHANGEABLE}
-    inside = {
-        key: getattr(given[name], number)
-        for key, (name, kind, number) in _INSIDE.items()
-        if isinstance(given[name], kind)
-    }
-    # Converted, because torch.load(weights_only=True) refuses NumPy's numbers.
-    return {key: int(x) if checks.is_int(x) else float(x) for key, x in (given | inside).items() if checks.is_number(x)}
-
-
-def compared_options(config: Config, step: int) -> dict[str, Any]:
-    """The hyperparameters at ``step``, in a form that ranks can compare."""
-    return {name: compared(getattr(config, name), step) for name in _CHANGEABLE if name != "grad_scaler"}
-
-
 def compared(value: Any, step: int) -> Any:
     """An option's value as something whose ``repr`` is the same in every process: no addresses, no functions."""
     if callable(value) and not isinstance(value, OWN_SCHEDULES):
@@ -352,26 +327,6 @@ def compared(value: Any, step: int) -> Any:
         return tuple(compared(each, step) for each in value)
     parts = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
     return (type(value).__qualname__, *(compared(getattr(value, part.name), step) for part in parts))
-
-
-def loaded_options(config: Config, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The options to set from a saved state, checked; a number does not replace a function or another scaling.
-
-    Raises:
-        TypeError: If a saved value is of the wrong kind.
-        ValueError: If it is out of range.
-    """
-    found: dict[str, Any] = {}
-    for key, value in saved.items():
-        name, kind, number = _INSIDE.get(key, (key, None, "value"))
-        if name not in _CHANGEABLE:
-            continue
-        now, check = getattr(config, name), _FIELDS[name].metadata["check"]
-        if callable(getattr(now, number, now)) or (kind is KLClip and not isinstance(now, KLClip)):
-            continue
-        checked = value if kind is KLClip else check(name, value)
-        found[name] = checked if kind is None else kind(checked)
-    return found
 
 
 def refuse_unknown(owner: str, given: Mapping[str, Any], known: Sequence[str]) -> None:

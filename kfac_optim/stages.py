@@ -17,7 +17,7 @@ from .blocks import Block
 from .capture import Capture, GameSigns, LossTerms, when_whole
 from .common.machines import refuse_cuda_graphs
 from .common.stopwatch import Stopwatch
-from .config import Config, compared, compared_options
+from .config import CHANGEABLE, Config, compared
 from .coverage import TrainedModel
 from .distributed import Communicator, communicator_of, is_sharded, require_all_in_wrapper
 from .layers import KroneckerLayer
@@ -337,7 +337,7 @@ class Stages:
         config, step = self.config, self.progress.step
         return {
             **self.counters(),
-            **compared_options(config, step),
+            **{name: compared(getattr(config, name), step) for name in CHANGEABLE if name != "grad_scaler"},
             "layers": [block.layer.name for block in self.blocks],
             "reach": [block.reach for block in self.blocks],
             "fell": [block.reach_fell for block in self.blocks],

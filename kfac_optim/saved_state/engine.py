@@ -13,10 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ..config import loaded_options, saved_options
+from ..common.checks import is_int, is_number
+from ..config import CHANGEABLE, Config, checked
+from ..damping import OfLargest, OfMean
 from ..distributed import shard_number
 from ..factors import copy_average_
 from ..placement import whole_state
+from ..scaling import KLClip
 from ..snapshots import LEARNED, SIDES, State, set_learned
 from ..stages import COUNTERS, Staged, Stages
 from .checks import check_counters, check_states, check_sums, checksums
@@ -59,13 +62,54 @@ def adopt_states(stages: Stages, states: Mapping[nn.Parameter, State]) -> None:
 
 def counters_of(stages: Stages) -> dict[str, float | int]:
     """The plain numbers of the state: counters, and the hyperparameters that are numbers."""
-    return {**stages.counters(), **saved_options(stages.config), **_shard(stages)}
+    return {**stages.counters(), **_saved_options(stages.config), **_shard(stages)}
 
 
 def _shard(stages: Stages) -> dict[str, int]:
     """The number of this rank's shard of weights that tensor parallelism has split; empty if there are none."""
     split = [layer.weight for layer in stages.layers if layer.is_shard]
     return {"shard": shard_number(split[0])} if split else {}
+
+
+# Options that are objects around one number: the number's key in a saved state, which restores the object's class; the
+# option, the class, and the name of the number in it.
+_INSIDE: dict[str, tuple[str, type, str]] = {
+    "damping_of_mean": ("damping", OfMean, "value"),
+    "damping_of_largest": ("damping", OfLargest, "value"),
+    "kl_clip": ("scaling", KLClip, "kappa"),
+}
+
+
+def _saved_options(config: Config) -> dict[str, int | float]:
+    """The hyperparameters that are plain numbers, for the saved state; functions of the step are never saved."""
+    given = {name: getattr(config, name) for name in CHANGEABLE}
+    inside = {
+        key: getattr(given[name], number)
+        for key, (name, kind, number) in _INSIDE.items()
+        if isinstance(given[name], kind)
+    }
+    # Converted, because torch.load(weights_only=True) refuses NumPy's numbers.
+    return {key: int(x) if is_int(x) else float(x) for key, x in (given | inside).items() if is_number(x)}
+
+
+def _loaded_options(config: Config, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The options to set from a saved state, checked; a number does not replace a function or another scaling.
+
+    Raises:
+        TypeError: If a saved value is of the wrong kind.
+        ValueError: If it is out of range.
+    """
+    found: dict[str, Any] = {}
+    for key, value in saved.items():
+        name, kind, number = _INSIDE.get(key, (key, None, "value"))
+        if name not in CHANGEABLE:
+            continue
+        now = getattr(config, name)
+        if callable(getattr(now, number, now)) or (kind is KLClip and not isinstance(now, KLClip)):
+            continue
+        value = value if kind is KLClip else checked(name, value)
+        found[name] = value if kind is None else kind(value)
+    return found
 
 
 def check_saved(
@@ -86,7 +130,7 @@ def check_saved(
             "it into an optimizer that had no room for them, because there were gradients when its state_dict() "
             "was asked for: ask for it before the first backward pass"
         )
-    loaded_options(stages.config, counters)
+    _loaded_options(stages.config, counters)
     for name, own in _shard(stages).items():
         if counters.get(name, own) != own:
             raise ValueError(
@@ -101,7 +145,7 @@ def check_saved(
 def load_checked(stages: Stages, states: Mapping[nn.Parameter, State], counters: Mapping[str, Any]) -> None:
     """Copies checked states, in the engine's own precision, and rebuilds the decompositions."""
     config, blocks, refresher, comm = stages.config, stages.blocks, stages.refresher, stages.comm
-    config.load_options(counters)
+    config.set_options(_loaded_options(config, counters))
     stages.progress.load(counters)
     spreads = config.may_spread or counters.get("pending_spread", -1) >= 0
     for block in blocks:
