@@ -32,7 +32,7 @@ from .common.stopwatch import Stopwatch
 from .common.tensor_cache import sent_once
 from .factors import Average, FactorSpec, read, write_
 from .placement import Ranks
-from .snapshots import SIDES
+from .snapshots import AG
 
 __all__ = ["Averaging", "PendingUpdate", "fold_", "traces"]
 
@@ -112,8 +112,8 @@ class Averaging(Counted):
                 anything = True
                 pending = self._pending.setdefault(block, (PendingUpdate(), PendingUpdate()))
                 parts: Sequence[Tensor | None] = own[index] if index in own else (None, None)
-                for side, update, moment, (count, trace) in zip(SIDES, pending, parts, (of_a, of_g), strict=True):
-                    update.add(moment, block.state["current"][side], count, trace, decay, slack)
+                for name, update, moment, (count, trace) in zip(AG, pending, parts, (of_a, of_g), strict=True):
+                    update.add(moment, block.state["current"][name], count, trace, decay, slack)
         return anything, reported
 
     def terms_of_rank(self, statistics: StepMoments, layer: int | None) -> tuple[float, float]:
@@ -168,9 +168,9 @@ class Averaging(Counted):
         sent: list[tuple[int | None, Average, PendingUpdate, Tensor]] = []
         for block, updates in pending.items():
             workers = block.workers
-            for i, (side, spec, update) in enumerate(zip(SIDES, block.specs, updates, strict=True)):
-                average = block.state["current"][side]
-                if not workers.counts(i, comm.rank):
+            for side, (name, spec, update) in enumerate(zip(AG, block.specs, updates, strict=True)):
+                average = block.state["current"][name]
+                if not workers.counts(side, comm.rank):
                     yield average, update, None
                     continue
                 own = update.sum
@@ -179,7 +179,7 @@ class Averaging(Counted):
                 if workers.factors == "local":  # nothing is sent: the owner's own part is the whole sum
                     yield average, update, own
                 else:
-                    sent.append((workers.owner(i), average, update, own))
+                    sent.append((workers.owner(side), average, update, own))
         sent.sort(key=lambda item: -1 if item[0] is None else item[0])  # neighbours of one owner share a bucket
         owners = [owner for owner, *_ in sent]
         sums = comm.sum([own for *_, own in sent], "factors", owners=owners, compressed=True)

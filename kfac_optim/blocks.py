@@ -13,9 +13,9 @@ from .distributed import LayerAssignment
 from .factors import FactorSpec
 from .layers import KroneckerLayer
 from .snapshots import (
+    AG,
     CONSTRAINED,
     LEARNED,
-    SIDES,
     SOURCES,
     START_REACH,
     Factors,
@@ -171,8 +171,8 @@ class Block:
 
     def fits(self, state: State) -> bool:
         """Whether factors have this layer's shapes: not if they are older than a change of its width or bias."""
-        sides = list(zip(SIDES, self.specs, strict=True))
-        return not any(spec.problem(snapshot.get(s), kept=False) for snapshot in state.values() for s, spec in sides)
+        named = list(zip(AG, self.specs, strict=True))
+        return not any(spec.problem(snapshot.get(x), kept=False) for snapshot in state.values() for x, spec in named)
 
     def take_layer(self, layer: KroneckerLayer) -> bool:
         """Becomes the block of a layer that a new search has found, if its factors fit; returns whether they do."""
@@ -187,12 +187,12 @@ class Block:
     @property
     def has_all_factors(self) -> bool:
         """Whether no factor is on another rank."""
-        return all("value" in snapshot[side] for snapshot in self.state.values() for side in SIDES)
+        return all("value" in snapshot[name] for snapshot in self.state.values() for name in AG)
 
     def take_factors(self, whole: State, rank: int) -> None:
         """Keeps, out of the factors in ``whole``, those that ``rank``, this process, now has to keep; in place."""
         for source, snapshot in self.state.items():
-            for side, name in enumerate(SIDES):
+            for side, name in enumerate(AG):
                 kept, average = self.workers.keeps(side, rank), whole[source][name]
                 snapshot[name] = average if kept else {"weight": average["weight"], "trace": average["trace"]}
         self.kept_by = self.workers

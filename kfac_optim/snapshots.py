@@ -17,9 +17,9 @@ from .solvers import Shifting
 from .spectra import largest_eigenvalue
 
 __all__ = [
+    "AG",
     "CONSTRAINED",
     "LEARNED",
-    "SIDES",
     "SOURCES",
     "START_REACH",
     "Factors",
@@ -30,8 +30,8 @@ __all__ = [
     "set_learned",
 ]
 
-Side = Literal["A", "G"]
-SIDES: tuple[Side, Side] = ("A", "G")
+FactorName = Literal["A", "G"]
+AG: tuple[FactorName, FactorName] = ("A", "G")  # by side
 Source = Literal["current", "in_use", "pending"]
 SOURCES: tuple[Source, Source, Source] = ("current", "in_use", "pending")
 CONSTRAINED = 2  # a layer counts as constrained after this many comparisons in a row that found its weights changed
@@ -101,19 +101,19 @@ class Factors:
     @property
     def has_data(self) -> bool:
         """Whether both running averages have seen something."""
-        return all(float(self.snapshot[side]["weight"]) for side in SIDES)
+        return all(float(self.snapshot[name]["weight"]) for name in AG)
 
     def kept(self, side: int) -> bool:
         """Whether this rank keeps A (side 0) or G (side 1)."""
-        return "value" in self.snapshot[SIDES[side]]
+        return "value" in self.snapshot[AG[side]]
 
     def packed(self, side: int) -> Tensor:
         """A (side 0) or G (side 1), packed, in at least float32."""
-        return read(self.snapshot[SIDES[side]])
+        return read(self.snapshot[AG[side]])
 
     def matrix(self, side: int) -> Tensor:
         """A (side 0) or G (side 1), ``[p b, m, m]`` (diagonal: ``[p, n]``)."""
-        return self.specs[side].matrix(self.snapshot[SIDES[side]])
+        return self.specs[side].matrix(self.snapshot[AG[side]])
 
     def means(self) -> tuple[Tensor, Tensor]:
         """The mean eigenvalues of A and of G, ``[p]`` each; pairs that share a scale get their common mean."""
@@ -129,7 +129,7 @@ class Factors:
 
     def mean(self, side: int) -> Tensor:
         """The mean eigenvalue of each pair of A (side 0) or G (side 1), which this rank must keep, ``[p]``."""
-        return self.specs[side].mean_eigenvalue(self.snapshot[SIDES[side]])
+        return self.specs[side].mean_eigenvalue(self.snapshot[AG[side]])
 
     def largest_of(self, side: int) -> Tensor:
         """The largest eigenvalue of each pair of A (side 0) or G (side 1), which this rank must keep, ``[p]``."""
@@ -152,7 +152,7 @@ class Factors:
 
     def freeze(self, source: Factors, gamma: Tensor | None) -> None:
         """Becomes a copy of ``source``; ``gamma``: the damping to decompose it with, ``[p]``, or None for none."""
-        for side in SIDES:
-            copy_average_(self.snapshot[side], source.snapshot[side])
+        for name in AG:
+            copy_average_(self.snapshot[name], source.snapshot[name])
         if gamma is not None:
             self.snapshot["gamma"].copy_(gamma)

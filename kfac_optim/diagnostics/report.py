@@ -14,7 +14,7 @@ from ..blocks import Block
 from ..damping import value_of
 from ..distributed import Communicator
 from ..layers import KroneckerLayer
-from ..snapshots import SIDES
+from ..snapshots import AG
 from ..stages import Staged, Stages
 from ..steering import LEAST
 from .memory import memory_of
@@ -62,7 +62,7 @@ def workers(engine: Staged) -> dict[str, Any]:
     """
     found = {}
     for block in engine.stages.blocks:
-        inverse: dict[str, int] = dict(zip(SIDES, block.workers.inverse_workers, strict=True))
+        inverse: dict[str, int] = dict(zip(AG, block.workers.inverse_workers, strict=True))
         found[block.layer.name] = {**inverse, "precondition": list(block.workers.gradient_workers)}
     return {"layers": found, "loads": list(engine.stages.ranks.assignment.loads)}
 
@@ -132,9 +132,9 @@ def report(engine: Staged, *, eigenvalues: bool = False) -> dict[str, Any]:
 
 def _report_of(block: Block, gamma: Tensor, *, full: bool) -> dict[str, Any]:
     """A layer's part of :func:`report`, at a damping of ``gamma``, ``[p]``; None for what only another rank knows."""
-    spectra = zip(SIDES, block.eigenvalues(), strict=True)
-    report: dict[str, Any] = {side: None if values is None else spectrum(values, full=full) for side, values in spectra}
-    (a, g), damping = (report[side] for side in SIDES), float(gamma.mean())
+    spectra = zip(AG, block.eigenvalues(), strict=True)
+    report: dict[str, Any] = {name: None if values is None else spectrum(values, full=full) for name, values in spectra}
+    (a, g), damping = (report[name] for name in AG), float(gamma.mean())
     # For a layer with several pairs this is roughly an upper bound: the extremes may belong to different pairs.
     damped = (a["max"] * g["max"] + damping) / (a["min"] * g["min"] + damping) if a and g else None
     report["damping"], report["condition"] = damping, damped

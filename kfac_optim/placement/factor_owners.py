@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..blocks import Block
 from ..distributed import Broadcast, Communicator
-from ..snapshots import SIDES, KnownSpectra, Source, State
+from ..snapshots import AG, KnownSpectra, Source, State
 
 __all__ = ["known_spectra", "move_factors", "whole_state"]
 
@@ -69,7 +69,7 @@ def whole_state(block: Block, dtype: torch.dtype, comm: Communicator) -> State:
     whole: State = {source: snapshot.copy() for source, snapshot in block.state.items()}
     broadcasts = []
     for source in sorted(whole):
-        for side, (name, spec) in enumerate(zip(SIDES, block.specs, strict=True)):
+        for side, (name, spec) in enumerate(zip(AG, block.specs, strict=True)):
             owner = None if block.kept_by is None else block.kept_by.owner(side)
             if owner is None:
                 continue

@@ -205,19 +205,19 @@ class Refresher(Counted, pending_spread=Counter(None)):
         """
         comm = self.ranks.comm
         with self.stopwatch.communication("decomposition", comm.world_size):
-            done = [[float(refresh.found(block, i) is not None) for i in range(2)] for block in refresh.blocks]
+            done = [[float(refresh.found(block, side) is not None) for side in range(2)] for block in refresh.blocks]
             (flags,) = comm.sum([torch.tensor(done, dtype=torch.float64, device="cpu").view(-1, 2)], "counts")
             good = flags.bool().all(1).tolist()
             broadcasts: list[Broadcast] = []
             found: dict[Block, Sides | None] = {}
             for block in itertools.compress(refresh.blocks, good):
                 workers, sides = block.workers, []
-                for i, holders in enumerate(map(workers.holders, range(2))):
+                for side, holders in enumerate(map(workers.holders, range(2))):
                     if comm.rank not in holders:
                         continue
-                    parts = refresh.found(block, i) or self._receive_buffers(block, i)
+                    parts = refresh.found(block, side) or self._receive_buffers(block, side)
                     if len(holders) > 1:
-                        broadcasts.append(Broadcast(parts, workers.inverse_workers[i], holders))
+                        broadcasts.append(Broadcast(parts, workers.inverse_workers[side], holders))
                     sides.append(parts)
                 found[block] = (sides[0], sides[1]) if comm.rank in workers.gradient_workers else None
             comm.send(broadcasts, "decompositions")
@@ -244,7 +244,7 @@ class Refresher(Counted, pending_spread=Counter(None)):
         if name not in self._warned:
             self._warned.add(name)
             instead = "goes on with its last good decomposition" if block.has_direction else "trains by the base rule"
-            why = "".join(f" ({x})" for x in dict.fromkeys(refresh.failure(block, i) for i in range(2)) if x)
+            why = "".join(f" ({x})" for x in dict.fromkeys(refresh.failure(block, side) for side in range(2)) if x)
             warn_user(
                 f"the factors of {name!r} could not be decomposed{why}, so that it {instead}. If it recurs, raise "
                 "damping, or store the factors with factor_dtype=torch.float64",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..bases.state_keys import PREFIX
 from ..blocks import Block
 from ..common.counters import Counter
-from ..snapshots import LEARNED, SIDES, SOURCES
+from ..snapshots import AG, LEARNED, SOURCES
 
 __all__ = ["check_counters", "check_states", "check_sums", "checksums"]
 
@@ -59,13 +59,13 @@ def _problem(block: Block, state: Any, rank: int, *, pending: bool) -> str:
         tensors = state.get(source)
         if not isinstance(tensors, dict):
             return f"has no factors that are {source.replace('_', ' ')}"
-        for i, (side, spec) in enumerate(zip(SIDES, block.specs, strict=True)):
-            problem = spec.problem(tensors.get(side), kept=block.workers.keeps(i, rank))
+        for side, (name, spec) in enumerate(zip(AG, block.specs, strict=True)):
+            problem = spec.problem(tensors.get(name), kept=block.workers.keeps(side, rank))
             if problem:
-                return f"has a factor {side} ({source.replace('_', ' ')}) that {problem}"
-        for name, learned in LEARNED.items() if source == "current" else ():
-            if not learned.allows(tensors.get(name)):
-                return f"has {name}={tensors.get(name)!r}, which must be in 0 to {learned.largest}"
+                return f"has a factor {name} ({source.replace('_', ' ')}) that {problem}"
+        for key, learned in LEARNED.items() if source == "current" else ():
+            if not learned.allows(tensors.get(key)):
+                return f"has {key}={tensors.get(key)!r}, which must be in 0 to {learned.largest}"
         if source != "current" and not _is_damping(tensors.get("gamma"), block.specs[0].pairs):
             return f"has a damping of {tensors.get('gamma')}"
     return ""
@@ -133,7 +133,7 @@ def checksums(states: Iterable[object]) -> dict[str, int | None]:
 def _is_part(averages: Iterable[Any]) -> bool:
     """Whether some factors are on other ranks."""
     there = [tensors for tensors in averages if isinstance(tensors, Mapping)]
-    return any("value" not in tensors.get(side, ("value",)) for tensors in there for side in SIDES)
+    return any("value" not in tensors.get(name, ("value",)) for tensors in there for name in AG)
 
 
 def check_sums(blocks: Sequence[Block], states: Mapping[nn.Parameter, Any], counters: Mapping[str, Any]) -> None:
@@ -141,7 +141,7 @@ def check_sums(blocks: Sequence[Block], states: Mapping[nn.Parameter, Any], coun
 
     States are not compared if the base class has cast them to its parameters' type, or if they lack frozen layers.
     """
-    averages = [tensors[side] for state in states.values() for tensors in state.values() for side in SIDES]
+    averages = [tensors[name] for state in states.values() for tensors in state.values() for name in AG]
     rounded = any(average["weight"].dtype != torch.float64 for average in averages)
     # torch.distributed.checkpoint leaves out the state of parameters that are now frozen.
     left_out = [block for block in blocks if block.layer.weight not in states]

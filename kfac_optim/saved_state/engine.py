@@ -20,7 +20,7 @@ from ..distributed import shard_number
 from ..factors import copy_average_
 from ..placement import whole_state
 from ..scaling import KLClip
-from ..snapshots import LEARNED, SIDES, State, set_learned
+from ..snapshots import AG, LEARNED, State, set_learned
 from ..stages import COUNTERS, Staged, Stages
 from .checks import check_counters, check_states, check_sums, checksums
 
@@ -174,8 +174,8 @@ def _copy_state(target: State, saved: State) -> None:
     for source, snapshot in target.items():
         if source not in saved:  # no refresh was in progress, or its factors were not saved
             continue
-        for side in SIDES:
-            copy_average_(snapshot[side], saved[source][side])
+        for name in AG:
+            copy_average_(snapshot[name], saved[source][name])
         if "gamma" in snapshot:
             snapshot["gamma"].copy_(saved[source]["gamma"])
         else:
