@@ -75,18 +75,18 @@ def traits_of(scaling: Scaling | None) -> Traits:
     return replace(traits, stretch=False) if hasattr(scaling, "turned") else traits
 
 
-def scaled_by(scaling: Scaling | None, directions: Stacked, step: int) -> Stacked:
+def scaled_by(scaling: Scaling | None, stacked: Stacked, step: int) -> Stacked:
     """The directions as a scaling makes them."""
-    if scaling is None or not directions:
-        return directions
+    if scaling is None or not stacked:
+        return stacked
     turned = getattr(scaling, "turned", None)
     if turned is not None:
-        matrices = [d.direction for d in turned(directions)]
-        turned_to = directions.directions.empty()
+        matrices = [d.direction for d in turned(stacked)]
+        turned_to = stacked.directions.empty()
         torch._foreach_copy_(turned_to.tensors, matrices)
-        directions = directions.replaced(turned_to, None)
-    multipliers: object = scaling.multipliers(directions, step)
-    return directions.times(_checked(scaling, multipliers, directions.directions.tensors))
+        stacked = stacked.replaced(turned_to, None)
+    multipliers: object = scaling.multipliers(stacked, step)
+    return stacked.times(_checked(scaling, multipliers, stacked.directions.tensors))
 
 
 def _checked(scaling: Scaling, multipliers: object, matrices: Sequence[Tensor]) -> Tensor:

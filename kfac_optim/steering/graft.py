@@ -45,16 +45,16 @@ class GraftShare(Counted):
         self.hundredths = _ALL if flat is None else moved(self.hundredths, flat, _ALL, fall=_STEP, rise=_STEP)
 
 
-def grafted(directions: Stacked, graft: float) -> Stacked:
+def grafted(stacked: Stacked, graft: float) -> Stacked:
     """Directions as long as the base's updates at a graft of 1, and ``c gamma P m`` at 0 (see the top of the module).
 
     The latter are the base's own step along the flattest components, and shorter along all others. Directions stay as
     they are unless damping is relative to the largest eigenvalue.
     """
-    steepest = directions.steepest
+    steepest = stacked.steepest
     if graft == 1 or steepest is None:
-        return directions
+        return stacked
     lengths = steepest.factors / steepest.contrast  # |gamma P m| / |u|
-    if directions.updates is not directions.gradients:  # otherwise u = m, and c is 1
-        lengths = lengths * directions.rates_followed
-    return directions.times(lengths ** (1 - graft))
+    if stacked.updates is not stacked.gradients:  # otherwise u = m, and c is 1
+        lengths = lengths * stacked.rates_followed
+    return stacked.times(lengths ** (1 - graft))

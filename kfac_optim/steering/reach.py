@@ -133,16 +133,16 @@ def _moved(reach: float, slope: float, *, slowly: bool) -> float:
     return max(LEAST, reach / (_GROWTH * fall))
 
 
-def stretches(directions: Stacked, out: Matrices | None = None) -> Matrices:
+def stretches(stacked: Stacked, out: Matrices | None = None) -> Matrices:
     """The stretch; damping has to be relative to the largest eigenvalue.
 
     ``out``: see :class:`~kfac_optim.stacks.matrices.Matrices`.
     """
-    assert directions.steepest is not None
-    steepest = directions.steepest.factors  # which turn the directions into (L + gamma) P m
-    if directions.updates is directions.gradients:  # c is 1
-        found = directions.directions.times(steepest, out)
-        return found.minus(directions.gradients, out=found)
-    rates = directions.rates_followed
-    found = directions.directions.times(steepest * rates, out)
-    return found.minus_multiples_(directions.gradients, rates)
+    assert stacked.steepest is not None
+    steepest = stacked.steepest.factors  # which turn the directions into (L + gamma) P m
+    if stacked.updates is stacked.gradients:  # c is 1
+        found = stacked.directions.times(steepest, out)
+        return found.minus(stacked.gradients, out=found)
+    rates = stacked.rates_followed
+    found = stacked.directions.times(steepest * rates, out)
+    return found.minus_multiples_(stacked.gradients, rates)

@@ -100,13 +100,13 @@ class Trust(Counted):
         self.memory = moved(self.memory, average, _LONGEST)
 
 
-def turns(directions: Stacked, out: Matrices | None = None) -> Matrices:
+def turns(stacked: Stacked, out: Matrices | None = None) -> Matrices:
     """``k - u``; ``out``: see :class:`~kfac_optim.stacks.matrices.Matrices`."""
-    return directions.directions.minus(directions.updates, out)
+    return stacked.directions.minus(stacked.updates, out)
 
 
 def changes_at(
-    directions: Stacked,
+    stacked: Stacked,
     trust: float,
     brake: Tensor | float | None = None,
     graft: float = 1.0,
@@ -118,18 +118,18 @@ def changes_at(
     ``graft`` says. At a trust of 1, unbraked, the result is that of :func:`turns`.
 
     Args:
-        directions: The directions.
+        stacked: The directions.
         trust: In [0, 1].
         brake: The result of :meth:`.Brake.of`.
         graft: The graft that k was shortened with, in [0, 1]; 1: k is as long as u (:mod:`~.graft`).
         out: See :class:`~kfac_optim.stacks.matrices.Matrices`.
     """
-    if not directions or (trust == 1 and brake is None):
-        return turns(directions, out)
-    updates = directions.updates
-    steps = updates.lerp(directions.directions, trust, out)
+    if not stacked or (trust == 1 and brake is None):
+        return turns(stacked, out)
+    updates = stacked.updates
+    steps = updates.lerp(stacked.directions, trust, out)
     if trust < 1 and graft > 0:
-        lengths = ratio(directions.update_norms, steps.norms())
+        lengths = ratio(stacked.update_norms, steps.norms())
         steps = steps.times(lengths if graft == 1 else lengths**graft, out=steps)
     if brake is not None:
         brake = brake.to(steps.tensors[0].dtype) if isinstance(brake, Tensor) else brake
