@@ -15,6 +15,7 @@ from torch import nn
 from .averages import Averaging
 from .blocks import Block
 from .capture import Capture, GameSigns, LossTerms, when_whole
+from .common.counters import Counted
 from .common.machines import refuse_cuda_graphs
 from .common.stopwatch import Stopwatch
 from .config import CHANGEABLE, Config, compared
@@ -23,15 +24,14 @@ from .distributed import Communicator, communicator_of, is_sharded, require_all_
 from .layers import KroneckerLayer
 from .placement import Ranks
 from .preconditioning import Preconditioner
-from .refresh import Pace, Refresher
+from .refresh import Refresher
 from .scaling import traits_of
 from .schedules import Progress, due
 from .sightings import Sightings
 from .steering import Plan, Steering
 
-__all__ = ["COUNTERS", "Staged", "Stages"]
+__all__ = ["Staged", "Stages"]
 
-COUNTERS = {**Progress.COUNTERS, **Averaging.COUNTERS, **Refresher.COUNTERS, **Pace.COUNTERS, **Steering.COUNTERS}
 _FEW = 16  # how many weights of a layer are compared before the first step
 
 
@@ -326,7 +326,8 @@ class Stages:
 
         ``more``: further numbers that may differ, but only by rounding.
         """
-        found = self.ranks.check({**self.built(), **more}, {*Steering.COUNTERS, "reach", "fell", *more})
+        learned = [name for part in self.steering.parts for name in part.COUNTERS]
+        found = self.ranks.check({**self.built(), **more}, {*learned, "reach", "fell", *more})
         self.steering.take_over(found)
         for block, reach in zip(self.blocks, found.get("reach", ()), strict=False):
             if reach != block.reach:
@@ -351,12 +352,12 @@ class Stages:
 
     def counters(self) -> dict[str, float]:
         """The counters of all stages; -1 means never."""
-        return {
-            **self.progress.counters(),
-            **self.averaging.counters(),
-            **self.refresher.counters(),
-            **self.steering.counters(),
-        }
+        return {name: value for part in self.counted for name, value in part.counters().items()}
+
+    @property
+    def counted(self) -> list[Counted]:
+        """The stages, and parts of them, that have counters."""
+        return [self.progress, self.averaging, self.refresher, self.refresher.pace, *self.steering.parts]
 
     # Copies and pickles ---------------------------------------------------------------------------------------------
 

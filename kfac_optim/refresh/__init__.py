@@ -7,7 +7,6 @@ Where to look::
     pacing.py           what a refresh costs, and how long to wait for the next
 """
 
-from .pacing import Pace
 from .refresher import Refresher
 
-__all__ = ["Pace", "Refresher"]
+__all__ = ["Refresher"]

@@ -253,9 +253,9 @@ class Refresher(Counted, pending_spread=Counter(None)):
     # State ----------------------------------------------------------------------------------------------------------
 
     def counters(self) -> dict[str, float]:
-        """The saved counters of the refresher and its pace."""
+        """Its part of the saved counters, without those of its pace."""
         spread = -1 if self.in_progress is None else self.in_progress.spread
-        return {**super().counters(), "pending_spread": spread, **self.pace.counters()}
+        return {**super().counters(), "pending_spread": spread}
 
     def resume(self, counters: Mapping[str, Any], blocks: Sequence[Block]) -> None:
         """Restores saved counters, after the blocks' saved states have been restored."""

@@ -21,7 +21,7 @@ from ..factors import copy_average_
 from ..placement import whole_state
 from ..scaling import KLClip
 from ..snapshots import AG, LEARNED, State, set_learned
-from ..stages import COUNTERS, Staged, Stages
+from ..stages import Staged, Stages
 from .checks import check_counters, check_states, check_sums, checksums
 
 __all__ = [
@@ -123,7 +123,7 @@ def check_saved(
     ``frozen``: the weights that may have been frozen when it was saved, and then have no factors; None: all.
     """
     blocks = stages.blocks
-    check_counters(COUNTERS, counters)
+    check_counters({name: each for part in stages.counted for name, each in part.COUNTERS.items()}, counters)
     if blocks and not states and counters["last_refresh"] >= 0:
         raise ValueError(
             "the state has counters but no Kronecker factors: it is damaged, or torch.distributed.checkpoint read "

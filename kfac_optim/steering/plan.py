@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
 from ..blocks import Block
 from ..capture import GameSigns
-from ..common.counters import Counted, Counter
+from ..common.counters import Counted
 from ..config import Config
 from ..damping import OfLargest
 from ..placement import Ranks
@@ -68,12 +68,6 @@ class Steering:
         watch: Finds weights that were changed since the last step; nothing is learned from their stretches.
         too_long: The parameters of layers whose last stretch was too long or undone. No other step may repeat it.
     """
-
-    COUNTERS: ClassVar[Mapping[str, Counter]] = {
-        name: counter
-        for part in (Trust, GraftShare, Brake, RateHistory, Opposition)
-        for name, counter in part.COUNTERS.items()
-    }
 
     def __init__(self, ranks: Ranks, signs: GameSigns) -> None:
         self.trust, self.graft, self.brake = Trust(), GraftShare(), Brake()
@@ -129,20 +123,18 @@ class Steering:
             brake=self.brake,
         )
 
-    def counters(self) -> dict[str, float]:
-        """The counters to save."""
-        return {name: value for part in (*self._learned, self.opposition) for name, value in part.counters().items()}
+    @property
+    def parts(self) -> list[Counted]:
+        """What has numbers to save."""
+        return [self.trust, self.graft, self.brake, self.rate_history, self.opposition]
 
     def take_over(self, counters: Mapping[str, Any]) -> None:
-        """Takes over some counters from another rank."""
-        for part in self._learned:
-            part.load({**part.counters(), **counters})
+        """Takes over some counters from another rank; opposition has none that rounding could make different."""
+        for part in self.parts:
+            if part is not self.opposition:
+                part.load({**part.counters(), **counters})
 
     def load(self, counters: Mapping[str, Any]) -> None:
         """Restores saved counters."""
-        for part in (*self._learned, self.opposition):
+        for part in self.parts:
             part.load(counters)
-
-    @property
-    def _learned(self) -> list[Counted]:
-        return [self.trust, self.graft, self.brake, self.rate_history]

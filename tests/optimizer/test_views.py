@@ -135,7 +135,7 @@ def test_what_is_shown_of_a_closed_optimizer_is_that_it_is_closed() -> None:
     train(model, optimizer, range(4))
     assert optimizer.curvature.reach > 0
     steering = optimizer.curvature.stages.steering
-    steering.load({**steering.counters(), "graft": 50, "brake": 0.5})
+    steering.load({**optimizer.curvature.stages.counters(), "graft": 50, "brake": 0.5})
     assert (optimizer.curvature.report()["graft"], optimizer.curvature.report()["brake"]) == (0.5, 0.5)
     optimizer.curvature.close()
     title, *_, footer = str(optimizer.curvature).splitlines()
