@@ -16,7 +16,7 @@ from ..distributed import Communicator
 from ..layers import KroneckerLayer
 from ..snapshots import AG
 from ..stages import Staged, Stages
-from ..steering import LEAST
+from ..steering import LEAST_REACH
 from .memory import memory_of
 
 __all__ = ["factors", "flatten", "human_bytes", "overview", "reach", "report", "spectrum", "workers"]
@@ -184,7 +184,7 @@ def overview(engine: Staged) -> str:
     if stages.blocks:  # else there is nothing to turn or stretch
         title += f", trust {plan.trust:.1f}" if plan.learns else ""
         if plan.stretches:
-            title += f", reach up to {largest:.2g}" if largest > LEAST else ", not stretched"
+            title += f", reach up to {largest:.2g}" if largest > LEAST_REACH else ", not stretched"
     if stages.closed:
         title += ", closed: steps are the base class's own"
     elif stages.is_opposed:

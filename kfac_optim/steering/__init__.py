@@ -25,11 +25,11 @@ from .graft import grafted
 from .inner_products import Compared, alignments
 from .lessons import Lessons, Readings, lessons_of
 from .plan import Plan, Steering
-from .reach import LEAST, stretches
+from .reach import LEAST_REACH, stretches
 from .trust import changes_at, turns
 
 __all__ = [
-    "LEAST",
+    "LEAST_REACH",
     "Compared",
     "Lessons",
     "Plan",

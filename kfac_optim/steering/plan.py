@@ -24,7 +24,7 @@ from .constraints import WeightWatch
 from .graft import GraftShare
 from .lessons import Readings
 from .opponents import Opposition
-from .reach import LEAST, RateHistory, learn_reaches, lower_reaches
+from .reach import LEAST_REACH, RateHistory, learn_reaches, lower_reaches
 from .trust import Trust
 
 __all__ = ["Plan", "Steering"]
@@ -111,7 +111,7 @@ class Steering:
         wanted = learns and traits.stretch is not False and isinstance(config.damping, OfLargest)
         stretches = wanted and (traits.stretch is True or self.opposition.in_game is False)
         steers = learns and not self.is_opposed(config)
-        changed = stretches and any(block.has_direction and block.reach > LEAST for block in blocks)
+        changed = stretches and any(block.has_direction and block.reach > LEAST_REACH for block in blocks)
         return Plan(
             trust=self.trust.value if steers else fixed,
             learns=learns,

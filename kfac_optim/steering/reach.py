@@ -44,9 +44,9 @@ from ..blocks import Block
 from ..common.counters import Counted, counter
 from ..stacks import Matrices, Stacked
 
-__all__ = ["LEAST", "RateHistory", "learn_reaches", "lower_reaches", "stretches"]
+__all__ = ["LEAST_REACH", "RateHistory", "learn_reaches", "lower_reaches", "stretches"]
 
-LEAST, _MOST = 3e-4, 3.0  # at the least reach a stretch is too small to notice
+LEAST_REACH, _MOST = 3e-4, 3.0  # at the least reach a stretch is too small to notice
 _GROWTH = 1.1  # in a step, reach is multiplied by this factor or divided by it
 _FIRST_GROWTH = 1.4  # what it is multiplied by where the slope has not changed, before its first fall
 _TURNED, _FALL = 0.3, 30.0  # at a slope below minus the first, reach is divided by more than _GROWTH, up to the second
@@ -90,7 +90,7 @@ def lower_reaches(blocks: Sequence[Block], rise: float) -> None:
     """Lowers all reaches by the factor by which the learning rate has risen, ``rise`` (:meth:`RateHistory.rise`)."""
     for block in blocks:
         if rise > 1 and block.state:
-            block.set_reach(max(LEAST, block.reach / rise))
+            block.set_reach(max(LEAST_REACH, block.reach / rise))
 
 
 class RateHistory(Counted):
@@ -130,7 +130,7 @@ def _moved(reach: float, slope: float, *, slowly: bool) -> float:
         unchanged = 0.0 if slowly else min(1.0, max(0.0, 2 * slope - 1))
         return min(_MOST, reach * _GROWTH * (_FIRST_GROWTH / _GROWTH) ** unchanged)
     fall = max(1.0, min((slope / _TURNED) ** 2, _FALL / _GROWTH)) if math.isfinite(slope) else _FALL / _GROWTH
-    return max(LEAST, reach / (_GROWTH * fall))
+    return max(LEAST_REACH, reach / (_GROWTH * fall))
 
 
 def stretches(stacked: Stacked, out: Matrices | None = None) -> Matrices:

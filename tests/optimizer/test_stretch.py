@@ -156,14 +156,14 @@ def test_steps_go_further_where_it_is_flat(kfac: Any, base: Any, how: dict[str, 
             assert seen[-1] == pytest.approx(max(textbook.reach.values()), rel=1e-5)
     assert seen[:2] == [0.0, 0.01] and (least < seen[-1] < most and not textbook.fell) == (rate < 0.1)
     assert differ or rate < 0.1
-    shown = f"reach up to {seen[-1]:.2g}" if seen[-1] > reach.LEAST else "not stretched"
+    shown = f"reach up to {seen[-1]:.2g}" if seen[-1] > reach.LEAST_REACH else "not stretched"
     assert shown in repr(optimizer.curvature)
     for layer in optimizer.curvature.stages.blocks:
-        layer.set_reach(reach.LEAST)
+        layer.set_reach(reach.LEAST_REACH)
     assert "not stretched" in repr(optimizer.curvature)
 
 
-@pytest.mark.parametrize("reaches", [(reach.LEAST, reach.LEAST), (reach.LEAST, 0.1), (0.1, 0.1)])
+@pytest.mark.parametrize("reaches", [(reach.LEAST_REACH, reach.LEAST_REACH), (reach.LEAST_REACH, 0.1), (0.1, 0.1)])
 def test_directions_are_computed_in_every_step_while_a_layer_is_stretched(reaches: tuple[float, float]) -> None:
     """At the least reach, with steps that are not turned either, they are computed now and then."""
     model = net()
@@ -175,7 +175,7 @@ def test_directions_are_computed_in_every_step_while_a_layer_is_stretched(reache
     for block, reached in zip(optimizer.curvature.stages.blocks, reaches, strict=True):
         block.set_reach(reached)
     assert optimizer.curvature.stages.plan().stretches
-    assert optimizer.curvature.stages.plan().computes == (max(reaches) > reach.LEAST)
+    assert optimizer.curvature.stages.plan().computes == (max(reaches) > reach.LEAST_REACH)
 
 
 @pytest.mark.usefixtures("soon_grown")
@@ -854,8 +854,8 @@ def test_a_rate_that_rises_again_or_jumps_leaves_the_stretch_as_long_as_it_was(
         state = optimizer.state_dict()
         optimizer = KFACSGD(model, **how)
         optimizer.load_state_dict(state)
-        assert_near(reaches_at(rate, model, optimizer), expected.clamp(min=reach.LEAST), str(rate), rel=1e-6)
-        assert rise == 1 or bool((expected > reach.LEAST).any())
+        assert_near(reaches_at(rate, model, optimizer), expected.clamp(min=reach.LEAST_REACH), str(rate), rel=1e-6)
+        assert rise == 1 or bool((expected > reach.LEAST_REACH).any())
 
 
 def saved(model: nn.Sequential, optimizer: Any, used: bool = False) -> tuple[nn.Sequential, Any]:
