@@ -152,7 +152,7 @@ class StackSolver:
         lr, given = vectors.lr, vectors.given
         if not isinstance(lr, Mapping):
             return lr
-        moved = [p for layer in stack.layers for p in layer.parameters if p in given]
+        moved = [p for block in stack.blocks for p in block.layer.parameters if p in given]
         rate = common_rate([lr[p] for p in moved])
         if rate is None:
             return stack.layout.fill({p: torch.ones_like(given[p]) * lr[p] for p in moved}, self.dtype)

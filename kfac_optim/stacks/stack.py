@@ -16,8 +16,7 @@ from ..common.grouping import grouped_by_key
 from ..common.machines import is_asynchronous, machine_of
 from ..damping import Damping, kind_of
 from ..factors import FactorSpec
-from ..layers import KroneckerLayer
-from ..solvers import Shifting, Sides
+from ..solvers import Decomposition, Shifting, Sides
 from .layout import Layout
 from .matrices import storage_order
 from .pairs import Groups
@@ -55,12 +54,7 @@ class Stack:
     _largest_damped: Tensor | None = None
 
     def __post_init__(self) -> None:
-        self.layout = Layout(self.layers)
-
-    @property
-    def layers(self) -> list[KroneckerLayer]:
-        """The layers."""
-        return [block.layer for block in self.blocks]
+        self.layout = Layout([block.layer for block in self.blocks])
 
     @property
     def pair_counts(self) -> list[int]:
@@ -87,7 +81,7 @@ class Stack:
         if len(present) == len(self.blocks):
             return [self]
         new = [block for block in present if block not in self.singles]
-        self.singles.update({block: stack_of([block], damping, views=True) for block in new})
+        self.singles.update({block: stack_of([block], damping, block.decomposed) for block in new})
         return [self.singles[block] for block in present]
 
     def largest_damped(self, solver: Shifting) -> Tensor:
@@ -123,32 +117,37 @@ def stacks_of(blocks: Sequence[Block], damping: Damping) -> list[Stack]:
         return layer.pairs * layer.d_out * layer.d_in + sum(math.prod(spec.shape) for spec in block.specs)
 
     limit = max((_STACK_NUMEL[machine_of(block.layer.weight.device)] for block in blocks), default=0)
-    stacks = [stack_of(group, damping) for group in grouped_by_key(blocks, kind, size, limit)]
+    groups = grouped_by_key(blocks, kind, size, limit)
+    stacks = [stack_of(group, damping, _moved_together(group)) for group in groups]
     if any(is_asynchronous(stack.layout.device) for stack in stacks):
         stacks.sort(key=lambda stack: storage_order(stack.layout.shape, stack.groups))
     return stacks
 
 
-def stack_of(blocks: list[Block], damping: Damping, *, views: bool = False) -> Stack:
-    """Stacks blocks of one shape. Side effect: their decompositions become views of the stack.
-
-    ``views``: leaves those of a single block where they are, even if that is a part of a larger storage.
-    """
+def stack_of(blocks: list[Block], damping: Damping, decomposed: Sides | None) -> Stack:
+    """A stack of blocks of one shape, whose decompositions these are."""
     groups = None
     if blocks[0].layer.pairs_share_scale:
         groups = Groups.of([block.layer.pairs for block in blocks], blocks[0].layer.weight.device)
-    damping_unit = _cat([block.damping_unit(damping) for block in blocks])
+    return Stack(blocks, decomposed, _cat([block.damping_unit(damping) for block in blocks]), groups)
+
+
+def _moved_together(blocks: Sequence[Block]) -> Sides | None:
+    """Moves the decompositions of blocks of one shape, if they have any, into a stack; theirs become views of it."""
     decomposed = [block.decomposed for block in blocks if block.decomposed is not None]
     if not decomposed:
-        return Stack(blocks, None, damping_unit, groups)
-    if views:
-        return Stack(blocks, decomposed[0], damping_unit, groups)
-    whole = [tuple(_cat(parts) for parts in zip(*side, strict=True)) for side in zip(*decomposed, strict=True)]
-    sizes = ([block.specs[side].matrices for block in blocks] for side in range(2))
-    parts = [zip(*(part.split(n) for part in side), strict=True) for side, n in zip(whole, sizes, strict=True)]
-    for block, in_a, in_g in zip(blocks, *parts, strict=True):
-        block.share_storage((in_a, in_g))
-    return Stack(blocks, (whole[0], whole[1]), damping_unit, groups)
+        return None
+    (a, of_a), (g, of_g) = (_joined(of_side) for of_side in zip(*decomposed, strict=True))
+    for block, own_a, own_g in zip(blocks, of_a, of_g, strict=True):
+        block.share_storage((own_a, own_g))
+    return a, g
+
+
+def _joined(several: Sequence[Decomposition]) -> tuple[Decomposition, Sequence[Decomposition]]:
+    """Decompositions of one shape, one after the other, and each of them as views of the whole."""
+    whole = tuple(_cat(parts) for parts in zip(*several, strict=True))
+    lengths = [len(parts[0]) for parts in several]
+    return whole, list(zip(*(part.split(lengths) for part in whole), strict=True))
 
 
 def stack_key(known: Sequence[Block], damping: Damping) -> Any:
