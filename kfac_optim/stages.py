@@ -63,9 +63,7 @@ class Stages:
     capture: Capture
     preconditioner: Preconditioner
 
-    def __init__(
-        self, config: Config, model: nn.Module | Iterable[Any], params: Iterable[nn.Parameter] | None = None
-    ) -> None:
+    def __init__(self, config: Config, model: nn.Module | Iterable[Any], params: Iterable[nn.Parameter] | None) -> None:
         self.config = weakref.proxy(config)  # a cycle would keep hooks and a thread until Python collects garbage
         self.trained = TrainedModel(model, params)
         parameters, find_roots = self.trained.parameters, self.trained.find_roots

@@ -58,7 +58,7 @@ class TrainedModel:
         ValueError: If a model was given that owns none of the trained parameters.
     """
 
-    def __init__(self, model: nn.Module | Iterable[Any], params: Iterable[Any] | None = None) -> None:
+    def __init__(self, model: nn.Module | Iterable[Any], params: Iterable[Any] | None) -> None:
         self.model = unwrap(model) if isinstance(model, nn.Module) else None
         self.parameters = dict.fromkeys(parameters_of(model if params is None else params))
         self.roots: list[nn.Module] = []

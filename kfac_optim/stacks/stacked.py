@@ -81,7 +81,7 @@ class Stacked(Sequence[Direction]):
         gradients: Matrices,
         updates: Matrices,
         lr: Sequence[Tensor | float],
-        steepest: Steepest | None = None,
+        steepest: Steepest | None,
     ) -> None:
         self.directions, self.gradients, self.updates = directions, gradients, updates
         self.lr, self.steepest = lr, steepest
@@ -93,7 +93,7 @@ class Stacked(Sequence[Direction]):
             return given
         groups = [d.groups for d in given]
         k, m, u = (Matrices([getattr(d, name) for d in given], groups) for name in ("direction", "gradient", "update"))
-        return cls(k, m, u, [d.lr for d in given])
+        return cls(k, m, u, [d.lr for d in given], None)
 
     def __len__(self) -> int:
         return len(self.directions.tensors)
