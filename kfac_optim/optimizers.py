@@ -18,7 +18,7 @@ from torch._compile import _disable_dynamo
 
 from .bases import Bucket, MultiTensorLamb, buckets_of, gradients_of, records, refuse_base, refuse_order
 from .bases.state_keys import LAYER_STATE, PREFIX, set_aside, take_out_layers, without_counters
-from .common.rates import Scalar, common_rate, rate_of
+from .common.rates import rate_of, rates_of
 from .config import options as engine_options
 from .config import refuse_in_groups, refuse_unknown, signature
 from .damping import OfLargest
@@ -183,11 +183,11 @@ class KFACMixin(_Optimizer):
             self.curvature.stages.steering.watch.note(())
             self._precondition_gradients(gradients_of(buckets))
         else:
-            take_turned_step(self, self.curvature, buckets, self._base_step, self._rates())
+            take_turned_step(self, self.curvature, buckets, self._base_step, rates_of(self.param_groups))
 
     def _precondition_gradients(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         """Takes the base class's step on directions, then puts the gradients back, for logging and clipping."""
-        directions = by_parameter(self.curvature.directions(gradients, self._rates()), gradients)
+        directions = by_parameter(self.curvature.directions(gradients, rates_of(self.param_groups)), gradients)
         try:
             for parameter, direction in directions.items():
                 parameter.grad = direction
@@ -195,13 +195,6 @@ class KFACMixin(_Optimizer):
         finally:
             for parameter in directions:
                 parameter.grad = gradients[parameter]
-
-    def _rates(self) -> Scalar | dict[nn.Parameter, Scalar]:
-        """The learning rate, or one for each parameter if those of the groups differ."""
-        common = common_rate([rate_of(group) for group in self.param_groups])
-        if common is not None:
-            return common
-        return {p: rate_of(group) for group in self.param_groups for p in group["params"]}
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["Scalar", "common_rate", "moves", "rate_of"]
+__all__ = ["Scalar", "common_rate", "moves", "rate_of", "rates_of"]
 
 Scalar = float | Tensor  # a 0-dim tensor if only the device knows the number
 
@@ -37,3 +37,9 @@ def common_rate(rates: Sequence[Scalar]) -> Scalar | None:
     known = not isinstance(first, Tensor)  # comparing a tensor would wait for its device
     same = all(rate is first or known and not isinstance(rate, Tensor) and rate == first for rate in rates)
     return first if same else None
+
+
+def rates_of(groups: Sequence[Mapping[str, Any]]) -> Scalar | dict[nn.Parameter, Scalar]:
+    """The learning rate of all groups, or one for each parameter if they differ."""
+    common = common_rate([rate_of(group) for group in groups])
+    return {p: rate_of(group) for group in groups for p in group["params"]} if common is None else common

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from kfac_optim import KFACSGD, CurvatureEngine, KFACMixin
 from kfac_optim.bases import buckets_of, take_apart
 from kfac_optim.bases.rules import bias_correction
+from kfac_optim.common.rates import rates_of
 from kfac_optim.steering import lessons
 from tests.helpers.compare import assert_close, assert_identical, assert_trained, values
 from tests.helpers.reads import HostReads
@@ -331,7 +332,7 @@ def test_learning_rates_of_groups_are_not_compared_on_the_device(rates: tuple[An
         train(model, optimizer, range(3))
         gradients = {p: torch.ones_like(p) for p in model.parameters()}
         with HostReads() as counted, torch.no_grad():
-            optimizer.curvature.directions(gradients, optimizer._rates())
+            optimizer.curvature.directions(gradients, rates_of(optimizer.param_groups))
         return model, counted.count
 
     model, reads = trained(*rates)
