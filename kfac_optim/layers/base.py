@@ -217,7 +217,7 @@ class KroneckerLayer(ABC):
 
         Args:
             module: The module that was called.
-            a: Its input.
+            a: Its first input.
             output: Its output.
             dtype: The precision to compute in.
         """
@@ -300,7 +300,7 @@ class RowsLayer(KroneckerLayer):
 
     @abstractmethod
     def input_rows(self, module: nn.Module, a: Tensor, output: Tensor) -> Iterable[Tensor]:
-        """The input ``a`` of a call as rows ``[n, r, p, d]``, in chunks over n; d is d_in without the bias's column."""
+        """The first input of a call as rows ``[n, r, p, d]``, in chunks over n; d is d_in without the bias's column."""
 
     @abstractmethod
     def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
