@@ -165,7 +165,7 @@ def _can_repeat(engine: CurvatureEngine, plan: Plan, buckets: Sequence[Bucket]) 
         return False
     for some in turned:
         of_base, kept_here = some[0].rule.averages_gradients(some[0].group), plan.moment_decay > 0
-        if [m for m in some if not (of_base if m.has_first_moment else kept_here)]:
+        if not all(of_base if m.has_first_moment else kept_here for m in some):
             return False
     repeated = (records.CHANGE, records.STRETCH) if plan.stretches else (records.CHANGE,)
     return plan.trust == 0 or any(records.having(some, key) for some in turned for key in repeated)

@@ -91,9 +91,9 @@ def _grid(costs: Sequence[LayerCost], world_size: int, workers: int, factors: Fa
     for row in set(row_of):
         own, everyone = [i for i, other in enumerate(row_of) if other == row], tuple(rows[row])
         ranks = distribute([cost for i in own for cost in costs[i].factor_costs], everyone)
-        for i, pair in zip(own, zip(ranks[::2], ranks[1::2], strict=True), strict=True):  # A and G are neighbours
-            layers[i] = LayerAssignment(pair, everyone, factors)
-            for rank, cost in zip(pair, costs[i].factor_costs, strict=True):
+        for i, of_a, of_g in zip(own, ranks[::2], ranks[1::2], strict=True):
+            layers[i] = LayerAssignment((of_a, of_g), everyone, factors)
+            for rank, cost in zip((of_a, of_g), costs[i].factor_costs, strict=True):
                 loads[rank] += cost
     return Assignment(tuple(layers[i] for i in range(len(costs))), tuple(loads))
 

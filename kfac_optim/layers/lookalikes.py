@@ -42,9 +42,6 @@ _EPS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-3, torch.finfo(torch.float32).eps)  # tried 
 _MAX_NUMEL = 2**22  # the largest weight that is compared at its own size
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
 
-Inputs = Sequence[tuple[int, ...]]
-Apply = Callable[..., Tensor]  # takes the input, the weight and, if there is one, the bias
-
 
 @dataclass(frozen=True)
 class Reference:
@@ -53,7 +50,7 @@ class Reference:
     Attributes:
         name: Its name, for the table.
         factory: How it becomes a layer.
-        apply: What it computes.
+        apply: What it computes from the input, the weight and, if there is one, the bias.
         shapes: The shapes of the inputs to compare, without the features unless ``features`` is None.
         features: The dimension of the weight, a matrix, that belongs to the input's features; the bias has the length
             of the other one. None: ``shapes`` are complete, and a bias has the shape of the weight.
@@ -61,8 +58,8 @@ class Reference:
 
     name: str
     factory: LayerFactory
-    apply: Apply
-    shapes: Inputs
+    apply: Callable[..., Tensor]
+    shapes: Sequence[tuple[int, ...]]
     features: int | None = None
 
 
