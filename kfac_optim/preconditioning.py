@@ -62,13 +62,13 @@ class Preconditioner:
             Directions of the layers that have a decomposition and a vector.
         """
         damping, scaling, comm = self.config.damping_rule, self.config.scaling, self.ranks.comm
-        known = [block for block in blocks if block.has_direction]
+        ready = [block for block in blocks if block.has_direction]
         value = value_of(damping, step)
-        exchanged = exchanged_blocks(known, scaling, comm)
+        exchanged = exchanged_blocks(ready, scaling, comm)
         with self.stopwatch.communication("gradient", comm.world_size) if exchanged else nullcontext():
-            vectors, exchange = gathered_vectors(known, exchanged, vectors, comm)
+            vectors, exchange = gathered_vectors(ready, exchanged, vectors, comm)
         given = vectors.given
-        stacks = [part for stack in self._current_stacks(known) for part in stack.with_vectors(given, damping)]
+        stacks = [part for stack in self._current_stacks(ready) for part in stack.with_vectors(given, damping)]
         self._solver.select(stacks, value)
         # Where the scaling ignores a factor per pair, gamma P m serves as well as P m, and costs less. Directions that
         # are sent to other ranks have to be P m itself, which the receivers take them for.
@@ -79,7 +79,7 @@ class Preconditioner:
             found = self._solver.precondition(stacks, vectors, value, contrast, any_length=any_length)
         if any(block.route for block in blocks if block not in exchanged):
             with self.stopwatch.communication("gradient", comm.world_size):
-                self._send_directions(known, exchanged, stacks, found.directions.tensors)
+                self._send_directions(ready, exchanged, stacks, found.directions.tensors)
         with self.stopwatch.stage("scaling"), without_autocast(device):
             if keeps_zeros:
                 found.directions.keep_zeros_(found.gradients)
@@ -90,13 +90,13 @@ class Preconditioner:
     def send_zeros(self, blocks: Sequence[Block]) -> None:
         """Takes part in the exchange of directions where this rank has none to send (a collective)."""
         if any(block.route for block in blocks):
-            known = [block for block in blocks if block.has_direction]
-            self._send_directions(known, exchanged_blocks(known, self.config.scaling, self.ranks.comm), [], [])
+            ready = [block for block in blocks if block.has_direction]
+            self._send_directions(ready, exchanged_blocks(ready, self.config.scaling, self.ranks.comm), [], [])
 
     def release(self, blocks: Sequence[Block]) -> None:
         """Lets go of decompositions that are no longer in use."""
-        known = [block for block in blocks if block.has_direction]
-        if self._stack_key != stack_key(known, self.config.damping_rule):
+        ready = [block for block in blocks if block.has_direction]
+        if self._stack_key != stack_key(ready, self.config.damping_rule):
             self.clear()
 
     def clear(self) -> None:
@@ -104,25 +104,25 @@ class Preconditioner:
         self._stacks, self._stack_key = [], None
         self._solver.clear()
 
-    def _current_stacks(self, known: Sequence[Block]) -> list[Stack]:
+    def _current_stacks(self, ready: Sequence[Block]) -> list[Stack]:
         """The stacks of the blocks that have decompositions, made anew when one of these has changed."""
         damping = self.config.damping_rule
-        current = stack_key(known, damping)
+        current = stack_key(ready, damping)
         if current != self._stack_key:
             self.clear()
-            self._stacks, self._stack_key = stacks_of(known, damping), current
+            self._stacks, self._stack_key = stacks_of(ready, damping), current
         return self._stacks
 
     def _send_directions(
         self,
-        known: Sequence[Block],
+        ready: Sequence[Block],
         exchanged: Collection[Block],
         stacks: Sequence[Stack],
         directions: Sequence[Tensor],
     ) -> None:
         """Sends preconditioned gradients from the gradient workers to the other ranks, in place.
 
-        All known layers travel but those that are exchanged, also layers without a gradient here: what is sent must not
+        All ready layers travel but those that are exchanged, also layers without a gradient here: what is sent must not
         depend on what a rank has.
         """
         found = {
@@ -132,7 +132,7 @@ class Preconditioner:
             for block, part in zip(stack.blocks, whole.split(stack.pair_counts), strict=True)
         }
         broadcasts = []
-        for block in known:
+        for block in ready:
             if block.route is None or block in exchanged:
                 continue
             if block in found:

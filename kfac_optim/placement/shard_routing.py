@@ -14,16 +14,16 @@ from ..stacks import StepVectors
 __all__ = ["exchanged_blocks", "gathered_vectors"]
 
 
-def exchanged_blocks(known: Sequence[Block], scaling: Scaling | None, comm: Communicator) -> set[Block]:
-    """The layers whose shards go to their gradient workers alone; those of others are gathered on every rank.
+def exchanged_blocks(ready: Sequence[Block], scaling: Scaling | None, comm: Communicator) -> set[Block]:
+    """Those of the preconditioned layers whose shards go to their gradient workers alone; others' go to every rank.
 
     This follows from the layout of the parameters and from the workers of their layers, so that all ranks agree.
     """
-    sharded = any_sharded(p for block in known for p in block.layer.parameters)
+    sharded = any_sharded(p for block in ready for p in block.layer.parameters)
     if not sharded or not traits_of(scaling).by_layer:
         return set()
     workers: dict[nn.Parameter, set[tuple[int, ...]]] = {}
-    for block in known:
+    for block in ready:
         for p in block.layer.parameters:
             workers.setdefault(p, set()).add(block.workers.gradient_workers)
 
@@ -33,17 +33,17 @@ def exchanged_blocks(known: Sequence[Block], scaling: Scaling | None, comm: Comm
         alone = layer.bias_part == slice(None) and all(len(workers[p]) == 1 for p in layer.parameters)
         return some and alone and are_exchangeable(layer.parameters, comm)
 
-    return {block for block in known if is_exchanged(block)}
+    return {block for block in ready if is_exchanged(block)}
 
 
 def gathered_vectors(
-    known: Sequence[Block], exchanged: Collection[Block], vectors: StepVectors, comm: Communicator
+    ready: Sequence[Block], exchanged: Collection[Block], vectors: StepVectors, comm: Communicator
 ) -> tuple[StepVectors, ShardExchange | None]:
     """The whole vectors that this rank works on, and the exchange that sends directions back, if any (a collective)."""
     given = vectors.given
     if not exchanged and not any_sharded(given):
         return vectors, None
-    present = [block for block in known if block.layer.weight in given]
+    present = [block for block in ready if block.layer.weight in given]
     sent = [block for block in present if block in exchanged]
     moving = {p: b.layer.is_shard for b in present if b not in exchanged for p in b.layer.parameters if p in given}
     others = [p for p in moving if p in vectors.other_updates]

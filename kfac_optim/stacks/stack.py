@@ -150,9 +150,9 @@ def _joined(several: Sequence[Decomposition]) -> tuple[Decomposition, Sequence[D
     return whole, list(zip(*(part.split(lengths) for part in whole), strict=True))
 
 
-def stack_key(known: Sequence[Block], damping: Damping) -> Any:
+def stack_key(blocks: Sequence[Block], damping: Damping) -> Any:
     """A key that changes when the stacks must be rebuilt: kind of damping and versions of the decompositions."""
-    return kind_of(damping), [(block, block.version) for block in known]
+    return kind_of(damping), [(block, block.version) for block in blocks]
 
 
 def _cat(tensors: Sequence[Tensor]) -> Tensor:
