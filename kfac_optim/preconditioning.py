@@ -22,7 +22,7 @@ from .stacks import (
     Groups,
     Stack,
     Stacked,
-    StackSolver,
+    StackPreconditioner,
     StepVectors,
     cosines,
     stack_key,
@@ -44,7 +44,7 @@ class Preconditioner:
     def __init__(self, config: Config, stopwatch: Stopwatch, ranks: Ranks) -> None:
         self.config, self.stopwatch, self.ranks = config, stopwatch, ranks
         self.dtype = torch.promote_types(config.inv_dtype, torch.float32)
-        self._solver = StackSolver(config.solver, self.dtype)
+        self._of_stacks = StackPreconditioner(config.solver, self.dtype)
         self._stacks: list[Stack] = []
         self._stack_key: Any = None  # versions of the decompositions that the stacks hold, and the kind of damping
 
@@ -69,14 +69,14 @@ class Preconditioner:
             vectors, exchange = gathered_vectors(ready, exchanged, vectors, comm)
         given = vectors.given
         stacks = [part for stack in self._current_stacks(ready) for part in stack.with_vectors(given, damping)]
-        self._solver.select(stacks, value)
+        self._of_stacks.select(stacks, value)
         # Where the scaling ignores a factor per pair, gamma P m serves as well as P m, and costs less. Directions that
         # are sent to other ranks have to be P m itself, which the receivers take them for.
         any_length = traits_of(scaling).of_any_length and not any(block.route for block in blocks)
         contrast = 1 + 1 / value if isinstance(damping, OfLargest) else None
         device = stacks[0].layout.device.type if stacks else "cpu"
         with self.stopwatch.stage("preconditioning"), without_autocast(device):
-            found = self._solver.precondition(stacks, vectors, value, contrast, any_length=any_length)
+            found = self._of_stacks.precondition(stacks, vectors, value, contrast, any_length=any_length)
         if any(block.route for block in blocks if block not in exchanged):
             with self.stopwatch.communication("gradient", comm.world_size):
                 self._send_directions(ready, exchanged, stacks, found.directions.tensors)
@@ -102,7 +102,7 @@ class Preconditioner:
     def clear(self) -> None:
         """Lets go of all decompositions."""
         self._stacks, self._stack_key = [], None
-        self._solver.clear()
+        self._of_stacks.clear()
 
     def _current_stacks(self, ready: Sequence[Block]) -> list[Stack]:
         """The stacks of the blocks that have decompositions, made anew when one of these has changed."""

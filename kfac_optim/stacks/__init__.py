@@ -8,14 +8,14 @@ Where to look::
     pairs.py            norms and inner products of Kronecker pairs, and which are scaled together
     matrices.py         the matrices of all stacks and their algebra, in two forms: for CPUs and for accelerators
     stacked.py          the directions of a step, with all that a scaling knows about the layers
-    solver.py           applies the decompositions of all stacks to the vectors of a step
+    preconditioner.py   applies the decompositions of all stacks to the vectors of a step
     directions.py       the vectors of a step, and its directions by parameter
 """
 
 from .directions import Directions, Maker, StepVectors, by_parameter
 from .matrices import Matrices
 from .pairs import Groups, cosines, ratio
-from .solver import StackSolver
+from .preconditioner import StackPreconditioner
 from .stack import Stack, stack_key, stacks_of
 from .stacked import Direction, Stacked, Steepest
 
@@ -25,7 +25,7 @@ __all__ = [
     "Maker",
     "Matrices",
     "Stack",
-    "StackSolver",
+    "StackPreconditioner",
     "Stacked",
     "Steepest",
     "StepVectors",

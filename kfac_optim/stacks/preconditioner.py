@@ -23,13 +23,13 @@ from .stack import Stack
 from .stacked import Stacked, Steepest
 from .tiles import precondition
 
-__all__ = ["StackSolver"]
+__all__ = ["StackPreconditioner"]
 
 _MOST_NUMEL = 2**30  # numbers that are put side by side; some operations take no more than 2^31
 
 
-class StackSolver:
-    """A solver that preconditions all stacks of a step.
+class StackPreconditioner:
+    """Preconditions all stacks of a step.
 
     Args:
         solver: Made the decompositions, and applies them.
