@@ -68,11 +68,10 @@ class EigenSolver:
 
     def decompose_padded(self, factors: Sequence[Tensor]) -> list[Decomposition]:
         """Pads factors ``[p, n, n]`` of different n and decomposes them in one call, for which the host waits once."""
-        sizes = [factor.shape[-1] for factor in factors]
+        sizes, pairs = [factor.shape[-1] for factor in factors], [len(factor) for factor in factors]
         whole = torch.cat([_padded(factor, max(sizes)) for factor in factors])
-        parts = (part.split([len(factor) for factor in factors]) for part in self.decompose(whole, whole.new_zeros(())))
-        found = zip(*parts, sizes, strict=True)
-        return [(values[:, -n:], vectors[:, :n, -n:]) for values, vectors, n in found]
+        values, vectors = (part.split(pairs) for part in self.decompose(whole, whole.new_zeros(())))
+        return [(d[:, -n:], q[:, :n, -n:]) for d, q, n in zip(values, vectors, sizes, strict=True)]
 
     def largest(self, decomposition: Decomposition) -> Tensor:
         """The largest eigenvalue of each pair, ``[p]``."""
