@@ -171,7 +171,7 @@ class TrainedModel:
     @property
     def is_intact(self) -> bool:
         """Whether all layers and their parameters are still in their places."""
-        return self._whereabouts.are_unchanged
+        return self._whereabouts.are_intact
 
     def present_parameters(self) -> list[nn.Parameter]:
         """The trained parameters; one that was replaced in its layer is represented by its successor there."""
