@@ -37,7 +37,7 @@ __all__ = [
     "checked",
     "compared",
     "describe",
-    "options",
+    "engine_options",
     "refuse_in_groups",
     "refuse_unknown",
     "signature",
@@ -278,7 +278,7 @@ def checked(name: str, value: Any) -> Any:
     return _FIELDS[name].metadata["check"](name, value)
 
 
-def options() -> dict[str, inspect.Parameter]:
+def engine_options() -> dict[str, inspect.Parameter]:
     """The options as keyword-only parameters, for signatures."""
     kind = inspect.Parameter.KEYWORD_ONLY
     return {
@@ -299,7 +299,7 @@ def signature(
     """
     given = inspect.signature(function).parameters.values()
     own = [p for p in given if p.name != "self" and p.kind is not inspect.Parameter.VAR_KEYWORD]
-    added = [*more, *(p.replace(default=(defaults or {}).get(name, p.default)) for name, p in options().items())]
+    added = [*more, *(p.replace(default=(defaults or {}).get(name, p.default)) for name, p in engine_options().items())]
     if taken := [p.name for p in own if any(p.name == other.name for other in added)]:
         raise TypeError(
             f"{function.__qualname__} has an argument {taken[0]!r}, as K-FAC has: rename it in a subclass, or put a "

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from .capture import TakenStatistics
 from .common.rates import Scalar
 from .common.user_warning import warn_user
-from .config import Config, describe, options, refuse_unknown, signature
+from .config import Config, describe, engine_options, refuse_unknown, signature
 from .diagnostics import report as reports
 from .diagnostics.memory import memory_on
 from .distributed import full_gradient, set_full_gradient_
@@ -70,7 +70,7 @@ class CurvatureEngine(Config):
     def __init__(
         self, model: nn.Module | Iterable[Any], params: Iterable[nn.Parameter] | None = None, **given: Any
     ) -> None:
-        refuse_unknown(type(self).__name__, given, list(options()))
+        refuse_unknown(type(self).__name__, given, list(engine_options()))
         super().__init__(**given)
         self.stages = Stages(self, model, params)
         self._is_noop = False  # the step in progress changes nothing; see update()

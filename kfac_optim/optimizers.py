@@ -19,8 +19,7 @@ from torch._compile import _disable_dynamo
 from .bases import Bucket, MultiTensorLamb, buckets_of, gradients_of, records, refuse_base, refuse_order
 from .bases.state_keys import LAYER_STATE, PREFIX, set_aside, take_out_layers, without_counters
 from .common.rates import rate_of, rates_of
-from .config import options as engine_options
-from .config import refuse_in_groups, refuse_unknown, signature
+from .config import engine_options, refuse_in_groups, refuse_unknown, signature
 from .damping import OfLargest
 from .distributed import derived_from_by_horovod, join_hook, register_joinable, share_gradients, take_part_in_join
 from .engine import CurvatureEngine

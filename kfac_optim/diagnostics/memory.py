@@ -9,7 +9,7 @@ from torch import nn
 
 from ..blocks import Block
 from ..common.checks import is_int, require_number
-from ..config import Config, options, refuse_unknown
+from ..config import Config, engine_options, refuse_unknown
 from ..distributed import AssignmentStrategy, LocalCommunicator
 from ..placement import decomposed_bytes
 from ..stages import Stages
@@ -72,7 +72,7 @@ def memory_estimate(
     """
     require_number("world_size", world_size, "an int >= 1", lambda n: is_int(n) and n >= 1)
     params = more.pop("params", None)
-    refuse_unknown("memory_estimate", more, list(options()))
+    refuse_unknown("memory_estimate", more, list(engine_options()))
     config = Config(**dict(more, assignment=assignment), communicator=LocalCommunicator(0, world_size))
     with torch.no_grad():
         stages = Stages(config, model, params)

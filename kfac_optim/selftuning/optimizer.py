@@ -22,8 +22,7 @@ from ..capture import Fisher, RandomState, Replay, repeating
 from ..common.checks import is_positive, require_number
 from ..common.rates import rate_of
 from ..common.user_warning import warn_user
-from ..config import options as engine_options
-from ..config import refuse_unknown
+from ..config import engine_options, refuse_unknown
 from ..distributed import is_sharded
 from ..optimizers import KFACMixin
 from ..schedules import growing
