@@ -180,7 +180,7 @@ class BackwardPasses:
 
     Args:
         recorder: Makes moments of output gradients.
-        on_thrown_away: Called when gradients were removed after a pass has added to them, and another pass begins.
+        on_captured_lost: Called when gradients were removed after a pass has added to them, and another pass begins.
 
     Attributes:
         statistics: The statistics of the step so far.
@@ -191,8 +191,8 @@ class BackwardPasses:
         model_seen: Whether a backward pass has come through a call of the model.
     """
 
-    def __init__(self, recorder: Recorder, on_thrown_away: Callable[[], None]) -> None:
-        self.recorder, self._on_thrown_away = recorder, on_thrown_away
+    def __init__(self, recorder: Recorder, on_captured_lost: Callable[[], None]) -> None:
+        self.recorder, self._on_captured_lost = recorder, on_captured_lost
         self.statistics, self.to_caller = StepStatistics(), StepStatistics()
         self.hidden: set[int] = set()
         self.transformed = self.model_seen = False
@@ -278,7 +278,7 @@ class BackwardPasses:
         """Restarts the statistics of layers whose gradient was removed or zeroed before this backward pass."""
         statistics, watch = self.statistics, self._watch
         if removed := watch.removed(statistics.sums):
-            self._on_thrown_away()
+            self._on_captured_lost()
             statistics.restart(removed)
             if not statistics.sums:  # else passes would pile up while another optimizer trains the model
                 self.statistics = statistics = StepStatistics()
