@@ -294,6 +294,18 @@ def test_modules_of_torch_jit_train_by_the_base_rule(make: Any) -> None:
     assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_model_that_is_traced_after_the_optimizer_was_built_is_an_error() -> None:
+    model = nn.Sequential(nn.Linear(20, 6), nn.Tanh(), nn.Linear(6, 3))
+    optimizer = KFACSGD(model, lr=0.1)
+    traced = torch.jit.trace(model, torch.randn(2, 20))
+    with pytest.raises(RuntimeError, match="torch.jit has traced.*train the model that it was traced from"):
+        for _ in range(4):
+            optimizer.zero_grad()
+            traced(torch.randn(8, 20)).square().mean().backward()
+            optimizer.step()
+
+
 def test_a_pattern_of_skip_layers_that_matches_nothing_is_told() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.MultiheadAttention(6, 2))
     with pytest.warns(UserWarning, match=r"skip_layers: 'hed' matches the name of no layer"):
