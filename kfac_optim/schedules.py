@@ -31,7 +31,7 @@ __all__ = [
     "value_at",
 ]
 
-_LASTING = 20  # intervals that have grown to their maximum are at least so many times what a refresh costs
+_LASTING = 10  # intervals that have grown to their maximum are at least so many times what a refresh costs
 
 Number = TypeVar("Number", int, float)
 Schedule = Union[Number, Callable[[int], Number]]  # noqa: UP007  (mypy takes no | here)
@@ -107,7 +107,7 @@ class growing:
             until the bound holds: with 1.0 a refresh costs at most as much as those steps. None (default): cost is
             ignored.
         maximum: Largest interval in steps, >= ``minimum``. An interval that has grown to it is longer still if a
-            refresh costs more than a twentieth of ``maximum`` steps: 20 times as long as what a refresh costs, unless
+            refresh costs more than a tenth of ``maximum`` steps: ten times as long as what a refresh costs, unless
             ``most_work`` is None. None (default): intervals grow without an end.
 
     Raises:

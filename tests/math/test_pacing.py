@@ -76,14 +76,14 @@ def test_the_interval_is_as_long_as_the_work_asks_for(
 
 
 @pytest.mark.parametrize(("cost", "most_work"), [(10.0, 2.0), (3000.0, 2.0), (3000.0, None)])
-def test_intervals_end_where_refreshes_cost_a_twentieth(
+def test_intervals_end_where_refreshes_cost_a_tenth(
     monkeypatch: pytest.MonkeyPatch, cost: float, most_work: float | None
 ) -> None:
     set_cost(cost, monkeypatch)
     model, optimizer = built(growing(0.5, 2, most_work=most_work, maximum=30))
     train(model, optimizer, 1)
-    last = max(30, 20 * work(6, cost)) if most_work else 30
-    assert (last > 500) == (cost > 1000 and most_work is not None)
+    last = max(30, 10 * work(6, cost)) if most_work else 30
+    assert (last > 250) == (cost > 1000 and most_work is not None)
     for step in (100_000, 1_000_000):
         assert interval_of(optimizer, step) == last
     assert interval_of(optimizer, 40) == max(20, work(6, cost) // 2 if most_work else 0)
