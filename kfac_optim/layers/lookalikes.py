@@ -4,8 +4,8 @@ Many models bring their own LayerNorm, RMSNorm, GroupNorm or Linear. Such a modu
 returns what a reference returns, and the same gradients of input, weight and bias: for inputs of 2, 3 and 4 dimensions,
 of magnitudes from 1e-6 to 1e3, in train and eval mode, in float32 and float64. The comparison runs on the CPU, on a
 stand-in with parameters of its own: the module and its hooks are not touched, and the user's random number generators
-do not move.
-Behaviour that depends on anything else (the device, autocast, an attribute that changes later) goes unnoticed.
+do not move. Behaviour that depends on anything else (the device, autocast, an attribute that changes later) goes
+unnoticed.
 
 A module is compared only if its ``forward`` takes one argument, it has no parameters other than ``weight`` and
 ``bias``, no buffers and no submodules, and its other attributes are plain values.
@@ -148,7 +148,6 @@ def _references(module: nn.Module, shape: tuple[int, ...], attributes: dict[str,
     if isinstance(module, nn.GroupNorm):
         same = functools.partial(_group_norm, groups=module.num_groups, eps=module.eps)
         yield Reference("nn.GroupNorm", GroupNormLayer, same, [(3, channels, 5), *first])
-        return
     own = [v for v in attributes.values() if isinstance(v, float) and 0 <= v < 0.1]
     for eps in dict.fromkeys([*own, *_EPS]):
         last = [(5, channels), (3, 4, channels), (2, 3, 4, channels)]

@@ -79,6 +79,13 @@ class SwishedGroupNorm(nn.GroupNorm):
         return F.silu(super().forward(x.float()).to(x.dtype))
 
 
+class ChannelsLastNorm(nn.GroupNorm):
+    """No group norm: its channels come last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (self.num_channels,), self.weight, self.bias, self.eps)
+
+
 class CastingLinear(nn.Linear):
     """As in modded-nanogpt."""
 
@@ -190,6 +197,7 @@ SAME: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], str]] = 
     "transformers' Llama": (llama("llama"), lambda: nn.RMSNorm(6, eps=1e-5), "as nn.RMSNorm"),
     "transformers' T5": (llama("t5"), lambda: nn.RMSNorm(6, eps=1e-6), "as nn.RMSNorm"),
     "CLIP": (lambda: CLIPLayerNorm(6), lambda: nn.LayerNorm(6), "as nn.LayerNorm"),
+    "of group norm's class": (lambda: ChannelsLastNorm(1, 6), lambda: nn.LayerNorm(6), "as nn.LayerNorm"),
     "modded-nanogpt": (lambda: CastingLinear(6, 4), lambda: nn.Linear(6, 4), "as nn.Linear"),
     "transposed": (Transposed, Transposed, "as nn.Linear, transposed"),
 }
