@@ -131,19 +131,20 @@ class growing:
             require_number("maximum", self.maximum, allowed, lambda x: is_int(x) and x >= self.minimum, owner="growing")
 
     def __call__(self, step: int) -> int:
-        return self.interval(step, work=0)
+        grown = self._grown(step)
+        return grown if self.maximum is None else min(grown, self.maximum)
 
-    def interval(self, step: int, work: int) -> int:
-        """The interval at ``step``, if a refresh costs as much as ``work`` steps."""
-        grown = max(self.minimum, int(self.fraction * step))
-        if self.maximum is not None:
-            lasting = 0 if self.most_work is None else _LASTING * work
-            grown = min(grown, max(self.maximum, lasting))
-        return max(grown, self.least(work))
+    def demanded(self, step: int, work: int) -> int:
+        """The interval that the work of a refresh demands at ``step``, if it costs as much as ``work`` steps."""
+        lasting = 0 if self.maximum is None or self.most_work is None else min(self._grown(step), _LASTING * work)
+        return max(lasting, self.least(work))
 
     def least(self, work: int) -> int:
         """The fewest steps that ``most_work`` allows between refreshes which cost as much as ``work`` steps."""
         return 0 if self.most_work is None else int(work / self.most_work)
+
+    def _grown(self, step: int) -> int:
+        return max(self.minimum, int(self.fraction * step))
 
 
 @dataclass(frozen=True)

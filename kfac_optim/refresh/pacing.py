@@ -80,9 +80,8 @@ class Pace(Counted):
     def interval(self, config: Config, step: int) -> int:
         """Steps between refreshes at ``step``: those of the schedule, or more if the work of a refresh demands it."""
         schedule = config.inv_update_steps
-        return (
-            schedule.interval(step, self.work) if isinstance(schedule, growing) else config.at("inv_update_steps", step)
-        )
+        demanded = schedule.demanded(step, self.work) if isinstance(schedule, growing) else 0
+        return max(int(config.at("inv_update_steps", step)), demanded)
 
     def statistics_interval(self, config: Config, step: int) -> int:
         """Steps between statistics updates at ``step``."""

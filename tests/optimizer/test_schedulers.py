@@ -176,11 +176,19 @@ def refreshed_at(optimizer: KFACSGD, model: nn.Module, steps: int) -> list[int]:
     return found
 
 
+class Limited(growing):
+    """A limit of one's own."""
+
+    def __call__(self, step: int) -> int:
+        return min(4, super().__call__(step))
+
+
 INTERVALS: dict[str, tuple[Any, list[int]]] = {
     "fixed": (4, [0, 4, 8, 12, 16, 20]),
     "paper's decay of the update frequency": (constant_then_scaled(2, (5, 12), 2), [0, 2, 4, 8, 16]),
     "growing": (growing(fraction=0.5, minimum=2), [0, 2, 4, 7, 13]),
     "growing to a maximum": (growing(fraction=0.5, minimum=2, maximum=4), [0, 2, 4, 7, 11, 15, 19]),
+    "growing, as a subclass says": (Limited(fraction=0.5, minimum=2), [0, 2, 4, 7, 11, 15, 19]),
     "callable": (lambda step: 1 if step < 3 else 10, [0, 1, 2, 12, 22]),
 }
 
