@@ -527,6 +527,26 @@ class Repeated(nn.Module):
         return x
 
 
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+def test_decompositions_of_a_stack_are_held_once(solver: str) -> None:
+    """Also those that were made in different steps; then each has a storage of its own at first."""
+    net = Repeated()
+    optimizer = KFACSGD(net, lr=0.1, solver=solver, factor_update_steps=1, inv_update_steps=8, spread=6)
+    for _ in range(15):
+        optimizer.zero_grad()
+        net(torch.randn(7, 5)).square().mean().backward()
+        optimizer.step()
+    preconditioner = optimizer.curvature.stages.preconditioner
+    preconditioner._current_stacks(optimizer.curvature.stages.blocks)
+    assert len(preconditioner._stacks) == 2
+    for stack in preconditioner._stacks:
+        assert stack.decomposed is not None
+        held = [{part.untyped_storage().data_ptr() for part in side} for side in stack.decomposed]
+        for block in stack.blocks:
+            assert block.decomposed is not None
+            assert [{part.untyped_storage().data_ptr() for part in side} for side in block.decomposed] == held
+
+
 @pytest.mark.parametrize("scaling", ["kl_clip", "unit", "orthogonal", "graft", None])
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
 def test_layers_of_one_shape_together_equal_each_on_its_own(

@@ -225,6 +225,15 @@ def test_what_a_subclass_adds_to_the_eigen_solver_is_done_once(kind: str, monkey
         assert_near(q.detach() - start, 2 * (p.detach() - start))
 
 
+def test_factors_of_several_sizes_are_decomposed_by_one_call() -> None:
+    """As on GPUs. An optimizer would not show a wrong result: it is noticed there, and each factor decomposed alone."""
+    factors = [torch.randn(pairs, n, 3 * n) for pairs, n in ((2, 4), (1, 6), (3, 5), (1, 6))]
+    factors = [a @ a.mT for a in (*factors, torch.randn(2, 5, 2))] + [torch.zeros(1, 4, 4)]
+    for factor, (values, vectors) in zip(factors, EigenSolver().decompose_padded(factors), strict=True):
+        torch.testing.assert_close(vectors * values.unsqueeze(1) @ vectors.mT, factor)
+        torch.testing.assert_close(vectors.mT @ vectors, torch.eye(factor.shape[-1]).expand_as(factor))
+
+
 def test_a_decomposition_of_other_shapes_than_said_is_refused_by_name() -> None:
     """Room is made and sent for those that the solver of the user's own has told."""
     solver = UndampedSolver()
