@@ -196,7 +196,7 @@ def overview(engine: Staged) -> str:
     pace = stages.refresher.pace
     interval = pace.interval(config, at)
     if interval > config.at("inv_update_steps", at) and not stages.closed:
-        first = f", from step {interval} on" if stages.refresher.frozen_at is None else ""
+        first = f", from step {pace.least(config)} on" if stages.refresher.frozen_at is None else ""
         remarks.append(f"a refresh is as much work as {pace.work} steps: one in {interval} steps{first}")
     return "\n".join((title, *_table(stages), *remarks))
 

@@ -73,9 +73,13 @@ class Pace(Counted):
         """Whether a refresh is due at ``step``; ``last``: the step of the last one, None before the first."""
         if last is not None:
             return due(self.interval(config, step), step, last)
-        schedule = config.inv_update_steps
-        least = schedule.least(self.work) if isinstance(schedule, growing) else 0
+        least = self.least(config)
         return least <= _WORTH_WAITING * config.at("inv_update_steps", 0) or step >= least
+
+    def least(self, config: Config) -> int:
+        """The fewest steps before a refresh that its work allows; 0 if the schedule has no ``most_work``."""
+        schedule = config.inv_update_steps
+        return schedule.least(self.work) if isinstance(schedule, growing) else 0
 
     def interval(self, config: Config, step: int) -> int:
         """Steps between refreshes at ``step``: those of the schedule, or more if the work of a refresh demands it."""

@@ -89,6 +89,17 @@ def test_intervals_end_where_refreshes_cost_a_tenth(
     assert interval_of(optimizer, 40) == max(20, work(6, cost) // 2 if most_work else 0)
 
 
+def test_where_intervals_grow_fast_the_first_refresh_is_announced_for_the_step_it_comes_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_cost(3000.0, monkeypatch)
+    model, optimizer = built(growing(3.0, 2, most_work=2.0, maximum=3))
+    least = work(6, 3000.0) // 2
+    assert train(model, optimizer, least) == []
+    assert f"from step {least} on" in repr(optimizer.curvature)
+    assert train(model, optimizer, 1) == [least]
+
+
 def test_expensive_refreshes_wait_and_cheap_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert train(*built(), 10) == train(*built(growing(0.5, 2)), 10) == [0, 2, 4, 7]
     set_cost(3000.0, monkeypatch)
