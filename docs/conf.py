@@ -18,13 +18,19 @@ autodoc_typehints_description_target = "documented"
 nitpicky = True  # a reference to a name that is not documented is an error, but for names of others
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|nn|dist|collections|dataclasses|inspect|threading)\..*"),
-    ("py:.*", r"Tensor|Source|Record|AbstractContextManager|.*\._\w+"),
+    ("py:.*", r"Tensor|Source|Record|Sides|AbstractContextManager|.*\._\w+"),
 ]
 
 
 def skip_public(app, what, name, obj, skip, options):
     """What can be imported from ``kfac_optim`` is documented there, and not a second time with its module."""
     return True if app.env.docname == "modules" and name in kfac_optim.__all__ else None
+
+
+def title_module(app, what, name, obj, options, lines):
+    """A module inside a package gets its name as a title, so that it takes a single line of modules.rst."""
+    if what == "module" and name.count(".") == 2:
+        lines[:0] = [f".. rubric:: {name.removeprefix('kfac_optim.')}", ""]
 
 
 def link_pages(app, path, parent, content):
@@ -34,4 +40,5 @@ def link_pages(app, path, parent, content):
 
 def setup(app):
     app.connect("autodoc-skip-member", skip_public)
+    app.connect("autodoc-process-docstring", title_module)
     app.connect("include-read", link_pages)

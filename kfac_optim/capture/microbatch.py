@@ -80,7 +80,7 @@ class Recorder:
         self._grad_scaler: torch.amp.GradScaler | None = None
 
     def prepare(self, *, enabled: bool, fraction: float, grad_scaler: torch.amp.GradScaler | None) -> None:
-        """Sets what the coming step records: see :meth:`~kfac_optim.capture.Capture.prepare`."""
+        """Sets what the coming step records: see :meth:`~kfac_optim.capture.hooks.Capture.prepare`."""
         self.enabled, self._fraction, self._grad_scaler = enabled, fraction, grad_scaler
 
     @property

@@ -9,7 +9,7 @@ the optimizer clears these (:class:`Leftover`). That shows before every step, bu
 
 Many GANs freeze their discriminator while the generator trains through it (``requires_grad_(False)``, Lightning's
 ``toggle_optimizer()``). It then gets no gradients that could be thrown away; the passes themselves are seen instead
-(:meth:`~kfac_optim.capture.GameSigns.note_call`), before every step, because the generator may train in few of them.
+(:meth:`.GameSigns.note_call`), before every step, because the generator may train in few of them.
 They count as both signs.
 """
 

@@ -68,7 +68,7 @@ def workers(engine: Staged) -> dict[str, Any]:
 
 
 def report(engine: Staged, *, eigenvalues: bool = False) -> dict[str, Any]:
-    """Plain floats and ints for logging, nested; :func:`~kfac_optim.diagnostics.flatten` makes one level of them.
+    """Plain floats and ints for logging, nested; :func:`.flatten` makes one level of them.
 
     The first call after a refresh computes the eigenvalues of each factor; others cost little. Nothing is sent.
     ``eigenvalues``: adds ``eigenvalues`` to the spectra, a list of floats, largest first, all pairs together.

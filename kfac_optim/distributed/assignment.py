@@ -154,6 +154,6 @@ class AssignmentStrategy(Protocol):
 
 
 def check_place(whose: str, factors: object) -> None:
-    """Raises ValueError unless ``factors`` is a :data:`FactorPlace`; ``whose`` names its owner in the message."""
+    """Raises ValueError unless ``factors`` is one of ``FactorPlace``; ``whose`` names its owner in the message."""
     if factors not in get_args(FactorPlace):
         raise ValueError(f"{whose}(factors={factors!r}): must be one of {', '.join(map(repr, get_args(FactorPlace)))}")

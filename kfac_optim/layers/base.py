@@ -92,7 +92,7 @@ class Observation:
             the positions of each example, ``[n, p, d_in]``.
         count: The number of rows in the sum. For layers with ``by_example``, instead, the number of positions of each
             example, a tensor ``[p]``.
-        context: What :meth:`~kfac_optim.layers.RowsLayer.output_rows` and
+        context: What :meth:`~kfac_optim.layers.base.RowsLayer.output_rows` and
             :meth:`~kfac_optim.KroneckerLayer.output_moment` need to know of the call; None for most types.
     """
 
@@ -105,7 +105,7 @@ class KroneckerLayer(ABC):
     """One weight, its bias, and the Kronecker pairs of their Fisher block.
 
     A subclass says what a call contributes to A and G, and how gradients become matrices. Most types do this in terms
-    of rows; they derive from :class:`~kfac_optim.layers.RowsLayer`.
+    of rows; they derive from :class:`~kfac_optim.layers.base.RowsLayer`.
 
     Args:
         name: The module's name.
@@ -311,7 +311,7 @@ class RowsLayer(KroneckerLayer):
         Args:
             module: The module that was called.
             g: The gradient of its output, of the output's shape.
-            context: The ``context`` of the call's :class:`~kfac_optim.layers.Observation`.
+            context: The ``context`` of the call's :class:`~kfac_optim.layers.base.Observation`.
         """
 
     @abstractmethod
@@ -320,7 +320,7 @@ class RowsLayer(KroneckerLayer):
 
     @abstractmethod
     def matrix_to_weight(self, matrix: Tensor) -> Tensor:
-        """The inverse of :meth:`~kfac_optim.layers.RowsLayer.weight_to_matrix`."""
+        """The inverse of :meth:`~kfac_optim.layers.base.RowsLayer.weight_to_matrix`."""
 
     def observe(self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
         all_rows = self.input_rows(module, self.multiplicand(a.detach(), dtype), output)

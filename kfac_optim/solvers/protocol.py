@@ -34,7 +34,7 @@ MaybeDecomposition = Decomposition | Failure
 
 
 class Solver(Protocol):
-    """Anything with these methods and those of :class:`~kfac_optim.solvers.Shifting` can be passed as ``solver=``.
+    """Anything with these methods and those of :class:`.Shifting` can be passed as ``solver=``.
 
     A solver that adds gamma in ``precondition`` instead, so that damping may change between refreshes, has an attribute
     ``damps_factors = False`` and needs no ``shifts``. If it is a subclass of :class:`~kfac_optim.EigenSolver`, its

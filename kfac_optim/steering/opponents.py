@@ -135,7 +135,7 @@ class Opposition(Counted, captured_lost=Counter(False, 1), added_lost=Counter(Fa
         self._taken_if_alone = OPPONENTS.taken  # had nobody else taken a step since gradients were last thrown away
 
     def begin_step(self, step: int, *, collects: bool) -> None:
-        """Takes what :class:`~kfac_optim.capture.GameSigns` noted since the last step, even if this changes nothing.
+        """Takes what :class:`.GameSigns` noted since the last step, even if this changes nothing.
 
         Args:
             step: The number of earlier steps. Before the first step, a loss is often tried out and its gradients are

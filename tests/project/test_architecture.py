@@ -9,6 +9,7 @@ import ast
 import copy
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -276,3 +277,15 @@ def test_every_public_name_is_documented(package: str) -> None:
             text = (inspect.getdoc(member) or "").strip()
             assert text, f"{name} has no docstring"
             assert not text.startswith(f"{name}("), f"{name}: a dataclass writes such a docstring by itself"
+
+
+def test_every_module_is_on_its_page_and_in_its_package() -> None:
+    page = (PACKAGE.parent / "docs" / "modules.rst").read_text()
+    shown = re.findall(r"^\.\. automodule:: kfac_optim\.([\w.]+)$", page, re.MULTILINE)
+    assert sorted(shown) == sorted(TREES.keys() - {"__init__"})
+    for name in shown:
+        package, _, module = name.rpartition(".")
+        if package:
+            assert f"\n    {module}.py " in (ast.get_docstring(TREES[package]) or ""), (
+                f"{package} does not say what {module} does"
+            )
