@@ -93,15 +93,11 @@ class Readings:
         lessons: Lessons | None,
         flags: Sequence[Tensor],
     ) -> None:
-        largest: Scalar | None = None
-        given: list[Tensor | Sequence[float] | float | None] = []
-        if lessons is not None:
-            largest, stretched = lessons.largest, lessons.stretched
-            given = [lessons.turn, lessons.average, lessons.length, stretched.after, stretched.before, lessons.changes]
-        largest = largest_entry(gradients) if largest is None else largest
-        # Kept, because another tensor might get the id of one that is gone.
-        self._tensors = [each for each in (largest, *rates, *given, *flags) if isinstance(each, Tensor)]
-        self._found = dict(zip(map(id, self._tensors), _numbers_in(self._tensors), strict=True))
+        largest = largest_entry(gradients) if lessons is None or lessons.largest is None else lessons.largest
+        learned = [] if lessons is None else [*vars(lessons).values(), *vars(lessons.stretched).values()]
+        given = {id(each): each for each in (largest, *rates, *learned, *flags) if isinstance(each, Tensor)}
+        self._tensors = [*given.values()]  # kept, because another tensor might get the id of one that is gone
+        self._found = dict(zip(given, _numbers_in(self._tensors), strict=True))
         self.lessons, self.largest = lessons, self.number(largest)
         self.rate = max((abs(self.number(rate)) for rate in rates), default=0.0)
         self.flags = [*chain.from_iterable(map(self.numbers, flags))]

@@ -125,8 +125,8 @@ class Steering:
 
     @property
     def parts(self) -> list[Counted]:
-        """What has numbers to save."""
-        return [self.trust, self.graft, self.brake, self.rate_history, self.opposition]
+        """Its attributes that have numbers to save."""
+        return [part for part in vars(self).values() if isinstance(part, Counted)]
 
     def take_over(self, counters: Mapping[str, Any]) -> None:
         """Takes over some counters from another rank; opposition has none that rounding could make different."""
