@@ -11,7 +11,7 @@ from the identity, so they have no bias to correct; batches of different sizes a
 
 In a statistics step the ranks add up counts and traces, so that each knows the new w, and also xi where it depends on
 the moments (:class:`~kfac_optim.forgetting`). The moments, which are as large as the factors, wait for a refresh. Since
-sums are linear, each rank adds up its moments since the last refresh (:class:`PendingUpdate`) with the same xi, and one
+sums are linear, each rank adds up its moments since the last refresh (:class:`Unpooled`) with the same xi, and one
 sum over the ranks is enough. A single process adds its moments to the averages in every statistics step. So do ranks
 that share factors out: a rank that does not keep a factor sends its moments at once to the rank that does.
 """
@@ -34,7 +34,7 @@ from .factors import Average, FactorSpec, read, write_
 from .placement import Ranks
 from .snapshots import AG
 
-__all__ = ["Averaging", "PendingUpdate", "fold_", "traces"]
+__all__ = ["Averaging", "Unpooled", "fold_", "traces"]
 
 
 class Averaging(Counted):
@@ -59,7 +59,7 @@ class Averaging(Counted):
 
     def clear(self) -> None:
         """Forgets the moments that have not been pooled."""
-        self._pending: dict[Block, tuple[PendingUpdate, PendingUpdate]] = {}  # of A and of G
+        self._unpooled: dict[Block, tuple[Unpooled, Unpooled]] = {}  # of A and of G
 
     def fold(
         self,
@@ -110,10 +110,10 @@ class Averaging(Counted):
             # Layers that no rank has used, or that were frozen before their first step, get no update.
             if of_a[0] and block.state:
                 anything = True
-                pending = self._pending.setdefault(block, (PendingUpdate(), PendingUpdate()))
+                sides = self._unpooled.setdefault(block, (Unpooled(), Unpooled()))
                 parts: Sequence[Tensor | None] = own[index] if index in own else (None, None)
-                for name, update, moment, (count, trace) in zip(AG, pending, parts, (of_a, of_g), strict=True):
-                    update.add(moment, block.state["current"][name], count, trace, decay, slack)
+                for name, unpooled, moment, (count, trace) in zip(AG, sides, parts, (of_a, of_g), strict=True):
+                    unpooled.add(moment, block.state["current"][name], count, trace, decay, slack)
         return anything, reported
 
     def terms_of_rank(self, statistics: StepMoments, layer: int | None) -> tuple[float, float]:
@@ -154,42 +154,42 @@ class Averaging(Counted):
 
     def pool(self, blocks: Sequence[Block]) -> None:
         """Adds the moments of all ranks since the last pooling to the running averages of all blocks (a collective)."""
-        pending, self._pending = self._pending, {}
+        unpooled, self._unpooled = self._unpooled, {}
         with self.stopwatch.communication("factor", self.ranks.comm.world_size):
-            summed = self._summed({block: pending[block] for block in blocks if block in pending})
+            summed = self._summed({block: unpooled[block] for block in blocks if block in unpooled})
             at_once = None if self.ranks.alone else 1  # sums over ranks are folded as they arrive
             while batch := list(islice(summed, at_once)):
                 fold_(batch)
 
-    def _summed(self, pending: Mapping[Block, Sequence[PendingUpdate]]) -> Iterator[_Fold]:
-        """Sums the moments of all ranks for each update (a collective); None if another rank gets the sum."""
+    def _summed(self, by_block: Mapping[Block, Sequence[Unpooled]]) -> Iterator[_Fold]:
+        """Sums the moments of all ranks for each average (a collective); None if another rank gets the sum."""
         comm = self.ranks.comm
         # Each with the only rank that gets the sum, if it is one.
-        sent: list[tuple[int | None, Average, PendingUpdate, Tensor]] = []
-        for block, updates in pending.items():
+        sent: list[tuple[int | None, Average, Unpooled, Tensor]] = []
+        for block, sides in by_block.items():
             workers = block.workers
-            for side, (name, spec, update) in enumerate(zip(AG, block.specs, updates, strict=True)):
+            for side, (name, spec, unpooled) in enumerate(zip(AG, block.specs, sides, strict=True)):
                 average = block.state["current"][name]
                 if not workers.counts(side, comm.rank):
-                    yield average, update, None
+                    yield average, unpooled, None
                     continue
-                own = update.sum
+                own = unpooled.sum
                 if own is None:  # a rank that has not used the layer adds zeros
                     own = spec.zeros(self.dtype, block.layer.weight.device)
                 if workers.factors == "local":  # nothing is sent: the owner's own part is the whole sum
-                    yield average, update, own
+                    yield average, unpooled, own
                 else:
-                    sent.append((workers.owner(side), average, update, own))
+                    sent.append((workers.owner(side), average, unpooled, own))
         sent.sort(key=lambda item: -1 if item[0] is None else item[0])  # neighbours of one owner share a bucket
         owners = [owner for owner, *_ in sent]
         sums = comm.sum([own for *_, own in sent], "factors", owners=owners, compressed=True)
-        for (owner, average, update, _), total in zip(sent, sums, strict=True):
-            yield average, update, total if owner in (None, comm.rank) else None
+        for (owner, average, unpooled, _), total in zip(sent, sums, strict=True):
+            yield average, unpooled, total if owner in (None, comm.rank) else None
 
 
 @dataclass
-class PendingUpdate:
-    """What is to be added to one running average as soon as the ranks pool their moments.
+class Unpooled:
+    """What one running average has not been given yet, because the ranks have not pooled their moments.
 
     k updates ``S <- xi S + sum over ranks m_r`` equal one ``S <- xi^k S + sum over ranks s_r`` with the local sums
     ``s_r <- xi s_r + m_r``. xi may differ from update to update and between A and G, as long as all ranks use the same.
@@ -212,7 +212,7 @@ class PendingUpdate:
         """Adds the moments of a step (eqs. 14-15); ``decay``, which is xi, and ``slack`` are as for a whole step.
 
         ``moment`` is this rank's, packed, which is kept and changed in place; None: it has not used the layer. Its
-        ``count`` and ``trace`` are those of all ranks. ``average`` is the running average without this update.
+        ``count`` and ``trace`` are those of all ranks. ``average`` is the running average without it.
         """
         decay *= past_worth(slack, count, trace, *self.added_to(average))
         self.past, self.count, self.trace = decay * self.past, decay * self.count + count, decay * self.trace + trace
@@ -224,13 +224,13 @@ class PendingUpdate:
             self.sum.add_(moment)
 
     def added_to(self, average: Average) -> tuple[float, float]:
-        """The weight and the trace that the running average has after this update."""
+        """The weight and the trace that the running average has with it."""
         past = self.past * float(average["weight"])
         weight = past + self.count
         return weight, (past * float(average["trace"]) + self.trace) / weight if weight else 0.0
 
 
-_Fold = tuple[Average, PendingUpdate, Tensor | None]
+_Fold = tuple[Average, Unpooled, Tensor | None]
 
 
 def fold_(folds: Sequence[_Fold]) -> None:
@@ -239,19 +239,19 @@ def fold_(folds: Sequence[_Fold]) -> None:
     S / w and w are stored (:class:`~kfac_optim.factors.Average`), because S could overflow in half precision.
 
     Args:
-        folds: Running averages, each with its update, which does nothing if its count is 0, and the packed sum of the
-            new moments, ``[p, packed]``, which is overwritten; None if another rank keeps the factor.
+        folds: Running averages, each with what it lacks, which changes nothing if its count is 0, and the packed sum of
+            the new moments, ``[p, packed]``, which is overwritten; None if another rank keeps the factor.
     """
     kept: list[tuple[Average, Tensor]] = []
     numbers: list[tuple[Average, float, float]] = []
     pasts, shares = [], []
-    for average, update, moment in folds:
-        if not update.count:
+    for average, unpooled, moment in folds:
+        if not unpooled.count:
             continue
-        weight, trace = update.added_to(average)
+        weight, trace = unpooled.added_to(average)
         if moment is not None:
             kept.append((average, moment))
-            pasts.append(update.past * float(average["weight"]) / weight)
+            pasts.append(unpooled.past * float(average["weight"]) / weight)
             shares.append(1 / weight)
         numbers.append((average, weight, trace))
     values, new = [read(average) for average, _ in kept], [moment for _, moment in kept]

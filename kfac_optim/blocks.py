@@ -106,9 +106,9 @@ class Block:
                 snapshot["gamma"] = torch.zeros(self.specs[0].pairs, dtype=precision, device=device)
             self.state[source] = snapshot
 
-    def factors(self, source: Source, known: KnownSpectra | None = None) -> Factors:
-        """The factors of one source; ``known``: see :class:`~kfac_optim.snapshots.Factors`."""
-        return Factors(self.layer, self.state[source], known)
+    def factors(self, source: Source, spectra: KnownSpectra | None = None) -> Factors:
+        """The factors of one source; ``spectra``: see :class:`~kfac_optim.snapshots.Factors`."""
+        return Factors(self.layer, self.state[source], spectra)
 
     @property
     def used(self) -> Factors:
@@ -223,13 +223,13 @@ class Block:
 
     # Decompositions -------------------------------------------------------------------------------------------------
 
-    def install(self, decomposed: Sides | None, known: KnownSpectra | None) -> None:
+    def install(self, decomposed: Sides | None, spectra: KnownSpectra | None) -> None:
         """Starts using decompositions of the factors in use; None if only other ranks precondition the layer.
 
-        ``known``: the known eigenvalues of these factors.
+        ``spectra``: the known eigenvalues of these factors.
         """
         self.drop()
-        self.decomposed, self.has_direction, self._known_spectra = decomposed, True, known
+        self.decomposed, self.has_direction, self._known_spectra = decomposed, True, spectra
 
     def share_storage(self, decomposed: Sides) -> None:
         """Replaces the decompositions with equal ones that are views of a larger tensor."""

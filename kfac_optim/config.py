@@ -206,7 +206,7 @@ class Config:
         field, constructed = _FIELDS.get(name), self._constructed
         if field is None:
             if constructed and not (name in self.__dict__ or name.startswith("_") or hasattr(self, name)):
-                hint = _did_you_mean(name, [known for known in dir(self) if not known.startswith("_")])
+                hint = _did_you_mean(name, [own for own in dir(self) if not own.startswith("_")])
                 raise AttributeError(f"{type(self).__name__} has no {name!r} to set{hint}")
             super().__setattr__(name, value)
             return
@@ -329,26 +329,26 @@ def compared(value: Any, step: int) -> Any:
     return (type(value).__qualname__, *(compared(getattr(value, part.name), step) for part in parts))
 
 
-def refuse_unknown(owner: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
+def refuse_unknown(owner: str, given: Mapping[str, Any], allowed: Sequence[str]) -> None:
     """Raises TypeError for an unknown keyword, and says which name was probably meant."""
     for name in given:
-        if name not in known:
+        if name not in allowed:
             swallowed = "; if a base class takes it as one of its **kwargs, name it in a subclass's __init__"
-            hint = _did_you_mean(name, known) or swallowed * ("kwargs" in known)
+            hint = _did_you_mean(name, allowed) or swallowed * ("kwargs" in allowed)
             raise TypeError(f"{owner} got an unexpected keyword argument {name!r}{hint}")
 
 
-def refuse_in_groups(groups: Iterable[Iterable[str]], known: Collection[str]) -> None:
+def refuse_in_groups(groups: Iterable[Iterable[str]], allowed: Collection[str]) -> None:
     """Raises TypeError for an option in a parameter group, where it would be ignored.
 
-    ``known``: names that are not refused, as ZeroRedundancyOptimizer puts every keyword into the groups as well.
+    ``allowed``: names that are not refused, as ZeroRedundancyOptimizer puts every keyword into the groups as well.
     """
     for name in itertools.chain.from_iterable(groups):
-        if name in _FIELDS and name not in known:
+        if name in _FIELDS and name not in allowed:
             raise TypeError(f"{name}: an option of the whole optimizer, not of a group: pass it as a keyword")
 
 
-def _did_you_mean(name: str, known: Sequence[str]) -> str:
+def _did_you_mean(name: str, allowed: Sequence[str]) -> str:
     """The end of an error about an unknown name: the name that was probably meant, or nothing."""
-    close = difflib.get_close_matches(name, known, 1)
+    close = difflib.get_close_matches(name, allowed, 1)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -207,8 +207,8 @@ class FactorSpec:
 
         ``kept``: see :meth:`empty`.
         """
-        known = average if isinstance(average, dict) else {}
-        value, weight, trace = known.get("value"), known.get("weight"), known.get("trace")
+        parts = average if isinstance(average, dict) else {}
+        value, weight, trace = parts.get("value"), parts.get("weight"), parts.get("trace")
         if not (isinstance(value, Tensor | None) and isinstance(weight, Tensor) and isinstance(trace, Tensor)):
             return "is missing"
         if value is None and kept:
@@ -217,12 +217,12 @@ class FactorSpec:
             shape = (self.matrices, self.packed_numel // self.matrices)
             if value.shape != shape:
                 return f"has shape {tuple(value.shape)} instead of {shape}"
-            if value.dtype is torch.float16 and getattr(known.get("scale"), "shape", None) != (self.matrices, 1):
+            if value.dtype is torch.float16 and getattr(parts.get("scale"), "shape", None) != (self.matrices, 1):
                 return "is in float16, but has no scale"
         for name, number in (("weight", weight), ("trace", trace)):
             if number.dim() != 0 or not float(number) >= 0:
                 return f"has a {name} of {number}"
-        if not all(isinstance(t, Tensor) and bool(t.isfinite().all()) for t in known.values()):
+        if not all(isinstance(t, Tensor) and bool(t.isfinite().all()) for t in parts.values()):
             return "is not finite"
         if value is not None and kept and not bool(value.any()):
             # Torch's full_state_dict=True fills in what is not on this rank with the zeros of a fresh optimizer.

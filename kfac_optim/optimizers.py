@@ -38,7 +38,8 @@ __all__ = ["KFACLAMB", "KFACSGD", "KFACAdam", "KFACAdamW", "KFACMixin"]
 _DEFAULTS: dict[str, Any] = {
     "damping": OfLargest(inverse_time_decay(0.03, steps=10, final=1e-4)),
     "scaling": "graft",
-    # As statistics get rarer, each update forgets more of the past; a past too large for the new moments counts less.
+    # The rarer statistics get, the more of the past each of their updates forgets; a past too large for the new moments
+    # counts less.
     "factor_decay": forgetting(inverse_time_decay(0.95, steps=250, final=0.8), slack=3.0),
     "inv_update_steps": growing(fraction=0.5, minimum=10, most_work=1.0, maximum=100),
     "solver": EigenSolver(negligible=0.3),
@@ -109,8 +110,8 @@ class KFACMixin(_Optimizer):
             raise TypeError("params has modules in it: pass nn.ModuleList([...]) of them, or their parameters()")
         options = without_counters(options)
         curvature = {name: options.pop(name) for name in engine_options() if name in options}
-        known = [x for c in type(self).__mro__ for x in inspect.signature(vars(c).get("__init__", object)).parameters]
-        refuse_unknown(type(self).__name__, options, [*known, *engine_options(), "precondition"])
+        allowed = [x for c in type(self).__mro__ for x in inspect.signature(vars(c).get("__init__", object)).parameters]
+        refuse_unknown(type(self).__name__, options, [*allowed, *engine_options(), "precondition"])
         derived_from, of_subclass = derived_from_by_horovod(type(self), params), set(vars(self))
         super().__init__(params, *args, **options)
         refuse_in_groups(self.param_groups, {*self.defaults, *curvature})

@@ -209,8 +209,8 @@ class forgetting:
     """A factor decay that falls where new moments are small compared with the running average.
 
     On a plateau, gradients may shrink a thousandfold within a few steps, and the second moments that G averages a
-    millionfold. With a constant xi the old moments then dominate the average for hundreds of updates. Here the weight
-    of the past in an update is ``xi min(1, slack * r)``, where r is the trace of the new moment divided by that of the
+    millionfold. With a constant xi the old moments then dominate the average for hundreds of statistics updates. Here
+    the weight of the past is ``xi min(1, slack * r)``, where r is the trace of the new moment divided by that of the
     average. The weight is xi as long as new moments are at least ``1 / slack`` of the average, as they are for batches
     of one distribution. This is the variable forgetting factor of recursive least squares (Fortescue et al. 1981),
     applied to A and G of each layer.

@@ -90,12 +90,12 @@ class Factors:
     Args:
         layer: The layer.
         snapshot: The tensors; gamma is a part of those that decompositions are made of.
-        known: The known eigenvalues; if another rank keeps a factor, all that are asked for.
+        spectra: The known eigenvalues; if another rank keeps a factor, all that are asked for.
     """
 
-    def __init__(self, layer: KroneckerLayer, snapshot: Snapshot, known: KnownSpectra | None) -> None:
+    def __init__(self, layer: KroneckerLayer, snapshot: Snapshot, spectra: KnownSpectra | None) -> None:
         self.pairs_share_scale, self.specs, self.snapshot = layer.pairs_share_scale, layer.specs, snapshot
-        self._known_spectra = known or KnownSpectra()
+        self._known_spectra = spectra or KnownSpectra()
         self._largest: tuple[Tensor, Tensor] | None = None
 
     @property

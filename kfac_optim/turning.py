@@ -146,8 +146,8 @@ def _subtract_stretches(
     bucket: Bucket, vectors: list[Tensor], reaches: Mapping[nn.Parameter, float], brake: Scalar
 ) -> None:
     """Subtracts the stretches, each times its layer's reach and the brake, from the weights."""
-    factors = [reaches[m.p] for m in bucket]
-    subtract_multiples_([m.p for m in bucket], vectors, factors, brake, rate_of(bucket[0].group))
+    multipliers = [reaches[m.p] for m in bucket]
+    subtract_multiples_([m.p for m in bucket], vectors, multipliers, brake, rate_of(bucket[0].group))
 
 
 def _can_repeat(engine: CurvatureEngine, plan: Plan, buckets: Sequence[Bucket]) -> bool:

@@ -97,7 +97,7 @@ def take_apart(buckets: Sequence[Bucket], before: Sequence[Tensors]) -> BaseStep
     return base
 
 
-def update_length(buckets: Sequence[Bucket], updates: Sequence[Tensor], known: Tensor | None) -> Tensor:
+def update_length(buckets: Sequence[Bucket], updates: Sequence[Tensor], together: Tensor | None) -> Tensor:
     """The norm of all updates together, 0-dim.
 
     SGD's momentum buffer sums up gradients, so each update is first divided by the sum of their weights, which grows
@@ -106,11 +106,11 @@ def update_length(buckets: Sequence[Bucket], updates: Sequence[Tensor], known: T
     Args:
         buckets: The parameters, with their states after the step.
         updates: Their updates, in the same order.
-        known: The norm of all updates as they are; None: it is not known.
+        together: The norm of all updates as they are; None: it is not known.
     """
     weights = [m.rule.weight_of_gradients(m) for bucket in buckets for m in bucket]
-    if known is not None and len(set(weights)) == 1:
-        return known / weights[0]
+    if together is not None and len(set(weights)) == 1:
+        return together / weights[0]
     dtype = torch.float64 if any(update.dtype == torch.float64 for update in updates) else torch.float32
     if any_sharded(updates):
         squares = summed_over_shards([update.to(dtype).square().sum() for update in updates])

@@ -25,17 +25,17 @@ def subtract_(params: list[Tensor], changes: Tensors, lr: Scalar) -> None:
 
 
 def subtract_multiples_(
-    params: list[Tensor], vectors: list[Tensor], factors: list[float], shared: Scalar, lr: Scalar
+    params: list[Tensor], vectors: list[Tensor], multipliers: list[float], shared: Scalar, lr: Scalar
 ) -> None:
-    """As :func:`subtract_`, each vector times its factor and the ``shared`` one; on the CPU without a copy of each."""
+    """As :func:`subtract_`, each vector times its multiplier and ``shared``; on the CPU without a copy of each."""
     if is_sharded(params[0]):
-        subtract_(params, [vector * (factor * shared) for vector, factor in zip(vectors, factors, strict=True)], lr)
+        subtract_(params, [vector * (x * shared) for vector, x in zip(vectors, multipliers, strict=True)], lr)
     elif isinstance(shared, Tensor):
-        multiples = torch._foreach_mul(vectors, factors)
+        multiples = torch._foreach_mul(vectors, multipliers)
         torch._foreach_mul_(multiples, shared.to(params[0].device))
         subtract_(params, multiples, lr)
     elif isinstance(lr, Tensor) or is_asynchronous(params[0].device):
-        subtract_(params, torch._foreach_mul(vectors, [factor * shared for factor in factors]), lr)
+        subtract_(params, torch._foreach_mul(vectors, [x * shared for x in multipliers]), lr)
     else:
-        for p, vector, factor in zip(params, vectors, factors, strict=True):
-            p.sub_(vector, alpha=factor * shared * lr)
+        for p, vector, x in zip(params, vectors, multipliers, strict=True):
+            p.sub_(vector, alpha=x * shared * lr)

@@ -78,17 +78,17 @@ class Rule:
         """
         sign = -1.0 if bucket[0].group.get("maximize") else 1.0
         found: list[Tensor] = []
-        factors: list[float] = []
+        multipliers: list[float] = []
         for m in bucket:
             if MOMENT in m.state:
                 found.append(m.state[MOMENT])
-                factors.append(sign * self.weight_of_average(m))
+                multipliers.append(sign * self.weight_of_average(m))
             elif m.has_first_moment:
                 found.append(m.state[self.moment_key])
-                factors.append(1.0)
+                multipliers.append(1.0)
             else:
                 return descent
-        return torch._foreach_mul(found, factors) if any(factor != 1 for factor in factors) else found
+        return torch._foreach_mul(found, multipliers) if any(x != 1 for x in multipliers) else found
 
     # Updates --------------------------------------------------------------------------------------------------------
 

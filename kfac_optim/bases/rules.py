@@ -76,9 +76,9 @@ class SGDRule(Rule):
         c is taken as the limit of that.
         """
         momentum, kept = m.group["momentum"], 1 - m.group["dampening"]
-        known = m.state.get(GRADIENT_WEIGHT)
-        if known is not None:
-            return float(momentum * known + kept)
+        weight = m.state.get(GRADIENT_WEIGHT)
+        if weight is not None:
+            return float(momentum * weight + kept)
         return kept / (1 - momentum) if m.has_first_moment and momentum < 1 else 1.0
 
     def moments(self, bucket: Bucket, descent: Tensors) -> Tensors:

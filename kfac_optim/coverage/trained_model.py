@@ -97,7 +97,7 @@ class TrainedModel:
             trainable=self.parameters,
             own_shape=functools.partial(own_shape, roots=self.roots),
         )
-        known = {block.layer.weight: block for block in self.blocks}
+        blocks_before = {block.layer.weight: block for block in self.blocks}
         found = FoundLayers(self.roots, options)
         blocks, uncovered = [], found.uncovered
         for layer in found.layers:
@@ -109,7 +109,7 @@ class TrainedModel:
             if problem:
                 uncovered.update(dict.fromkeys(layer.parameters, (layer.name, problem)))
             else:
-                block = known.get(layer.weight)
+                block = blocks_before.get(layer.weight)
                 if block is None or not block.take_layer(layer):
                     block = Block(layer)
                 blocks.append(block)
@@ -156,8 +156,8 @@ class TrainedModel:
 
     def reaches(self) -> dict[nn.Parameter, float]:
         """The share of the stretch that each parameter gets: that of its layer, or of the first layer that has it."""
-        known = ((block.layer.parameters, block.reach) for block in reversed(self.blocks))
-        return {p: reach for parameters, reach in known for p in parameters}
+        reaches = ((block.layer.parameters, block.reach) for block in reversed(self.blocks))
+        return {p: reach for parameters, reach in reaches for p in parameters}
 
     @property
     def has_moved(self) -> bool:

@@ -54,14 +54,14 @@ class _NormLayer(KroneckerLayer):
         return None  # never subsampled: it is cheap, and batch norm normalises by the whole batch
 
     @abstractmethod
-    def gradient_sums(self, module: Any, x: Tensor, g: Tensor, known: Statistics | None) -> Tensor:
+    def gradient_sums(self, module: Any, x: Tensor, g: Tensor, statistics: Statistics | None) -> Tensor:
         """``sum_r g x_hat`` and ``sum_r g`` over the positions of each example, ``[n, channels, 2]``.
 
         Args:
             module: The norm module.
             x: Its input.
             g: The gradient of its output, of the same shape.
-            known: What ``known_statistics`` returned at the call.
+            statistics: What ``known_statistics`` returned at the call.
         """
 
     def known_statistics(self, module: Any, a: Tensor, output: Tensor, dtype: torch.dtype) -> Statistics | None:
@@ -90,8 +90,8 @@ class _NormLayer(KroneckerLayer):
         return g.new_ones(g.shape[1], 1, 1), 1, second_moment(g[:, None], diagonal=layers[0].specs[1].diagonal)
 
     def output_moment(self, module: nn.Module, g: Tensor, observation: Observation) -> Tensor:
-        a, known = observation.context
-        sums = self.gradient_sums(module, a.to(g.dtype), g, known)
+        a, statistics = observation.context
+        sums = self.gradient_sums(module, a.to(g.dtype), g, statistics)
         return sums if self.d_out == 2 else sums[..., :1]
 
     def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -123,7 +123,7 @@ class _ChannelsLastNorm(_NormLayer):
     def normalized(self, module: Any, x: Tensor) -> Tensor:
         """The input after normalisation, before scale and shift."""
 
-    def gradient_sums(self, module: Any, x: Tensor, g: Tensor, known: Statistics | None) -> Tensor:
+    def gradient_sums(self, module: Any, x: Tensor, g: Tensor, statistics: Statistics | None) -> Tensor:
         return torch.stack((self._by_channel(g * self.normalized(module, x)), self._by_channel(g)), dim=-1)
 
     def _by_channel(self, x: Tensor) -> Tensor:
@@ -147,19 +147,19 @@ class _ChannelsFirstNorm(_NormLayer):
     def statistics(self, module: Any, x: Tensor) -> Statistics:
         """The statistics of ``x [n, channels, positions]``; they broadcast to ``[n, channels]``."""
 
-    def gradient_sums(self, module: Any, x: Tensor, g: Tensor, known: Statistics | None) -> Tensor:
+    def gradient_sums(self, module: Any, x: Tensor, g: Tensor, statistics: Statistics | None) -> Tensor:
         x, g = (part.reshape(*part.shape[:2], -1) for part in (x, g))
         sums = g.new_empty(2, *g.shape[:2])
         scaled, total = sums.unbind()
         torch.sum(g, 2, out=total)
         if machine_of(x.device) == "accelerator":
-            if known is None:
+            if statistics is None:
                 normalized = self.normalized(module, x)
             else:
-                normalized = F.batch_norm(x, known[0].to(x), known[1].to(x), eps=_TINY_EPS)
+                normalized = F.batch_norm(x, statistics[0].to(x), statistics[1].to(x), eps=_TINY_EPS)
             torch.linalg.vecdot(g, normalized, out=scaled)
         else:
-            mean, variance = known or self.statistics(module, x)
+            mean, variance = statistics or self.statistics(module, x)
             torch.linalg.vecdot(g, x, out=scaled).addcmul_(mean, total, value=-1).mul_(variance.rsqrt())
         return sums.movedim(0, -1)
 
@@ -200,8 +200,8 @@ class ChannelsFirstLayerNormLayer(LayerNormLayer):
     def __init__(self, name: str, module: nn.Module, options: LayerOptions, **more: Any) -> None:
         super().__init__(name, module, replace(options, batch_dim=0), **more)
 
-    def gradient_sums(self, module: Any, x: Tensor, g: Tensor, known: Statistics | None) -> Tensor:
-        return super().gradient_sums(module, x.movedim(1, -1), g.movedim(1, -1), known)
+    def gradient_sums(self, module: Any, x: Tensor, g: Tensor, statistics: Statistics | None) -> Tensor:
+        return super().gradient_sums(module, x.movedim(1, -1), g.movedim(1, -1), statistics)
 
 
 @register_layer(nn.RMSNorm)
@@ -259,8 +259,8 @@ class SyncBatchNormLayer(BatchNormLayer):
     """
 
     def known_statistics(self, module: Any, a: Tensor, output: Tensor, dtype: torch.dtype) -> Statistics | None:
-        known = super().known_statistics(module, a, output, dtype)
-        return known or self._global_statistics(module, a.detach().to(dtype), output.detach().to(dtype))
+        statistics = super().known_statistics(module, a, output, dtype)
+        return statistics or self._global_statistics(module, a.detach().to(dtype), output.detach().to(dtype))
 
     def _global_statistics(self, module: Any, x: Tensor, y: Tensor) -> Statistics:
         """The statistics of all ranks together, from ``y = weight / deviation * (x - mean) + bias``."""
@@ -270,7 +270,7 @@ class SyncBatchNormLayer(BatchNormLayer):
         mean_x, mean_y = x.mean(dims, keepdim=True), y.mean(dims, keepdim=True)
         variance = (x - mean_x).square().mean(dims, keepdim=True)
         slope = ((x - mean_x) * (y - mean_y)).mean(dims, keepdim=True) / variance
-        known = (variance > 0) & (weight != 0) & (slope != 0)
+        invertible = (variance > 0) & (weight != 0) & (slope != 0)
         # If a channel's weight is zero, its output carries no information, and this rank's own batch has to do.
-        mean = torch.where(known, mean_x - (mean_y - bias) / slope, mean_x)
-        return mean.flatten(), torch.where(known, (weight / slope).square(), variance + module.eps).flatten()
+        mean = torch.where(invertible, mean_x - (mean_y - bias) / slope, mean_x)
+        return mean.flatten(), torch.where(invertible, (weight / slope).square(), variance + module.eps).flatten()

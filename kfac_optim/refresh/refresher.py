@@ -97,19 +97,19 @@ class Refresher(Counted, pending_spread=Counter(None)):
         ``spread``: the number of steps that share the work; the first refresh is always done at once.
         """
         comm = self.ranks.comm
-        known = known_spectra([] if isinstance(self.solver, EigenSolver) else blocks, "current", comm)
+        spectra = known_spectra([] if isinstance(self.solver, EigenSolver) else blocks, "current", comm)
         value, damped = value_of(damping, step), blocks if damps_factors(self.solver) else []
         gammas = {
-            block: value * unit_of(damping, block.factors("current", known.get(block)), block.specs[0].pairs)
+            block: value * unit_of(damping, block.factors("current", spectra.get(block)), block.specs[0].pairs)
             for block in damped
         }
         at_once = self.last_refresh is None or not spread
         if at_once:
-            self._work_off(Refresh(step, 0, "current", blocks, comm.rank, gammas, known), step)
+            self._work_off(Refresh(step, 0, "current", blocks, comm.rank, gammas, spectra), step)
         else:
             for block in blocks:
                 block.factors("pending").freeze(block.factors("current"), gammas.get(block))
-        goes_on = None if at_once else Refresh(step, spread, "pending", blocks, comm.rank, spectra=known)
+        goes_on = None if at_once else Refresh(step, spread, "pending", blocks, comm.rank, spectra=spectra)
         # Last, so that a refresh that is interrupted before is due again; in one line, so that they belong together.
         self.in_progress, self.last_refresh = goes_on, step
         self.refreshes += 1
@@ -182,14 +182,14 @@ class Refresher(Counted, pending_spread=Counter(None)):
         if refresh.source != "in_use":
             self.frozen_at = refresh.start
         found = self._exchange(refresh)
-        known = refresh.spectra
+        spectra = refresh.spectra
         if isinstance(self.solver, EigenSolver):
             largest = functools.partial(self._largest, self.solver, refresh)
-            known = known_spectra(refresh.blocks, refresh.source, self.ranks.comm, largest)
+            spectra = known_spectra(refresh.blocks, refresh.source, self.ranks.comm, largest)
         for block, own in found.items():
             if refresh.source != "in_use":
                 block.factors("in_use").freeze(block.factors(refresh.source), refresh.gamma(block))
-            block.install(own, known.get(block))
+            block.install(own, spectra.get(block))
         for block in refresh.blocks:
             if block not in found:
                 self._keep_last(block, refresh)

@@ -129,8 +129,8 @@ class StackPreconditioner:
         if self._storage is None or self._joint is None or list(map(id, self._joint[0])) != list(map(id, decomposed)):
             shapes, groups = [stack.layout.memory_shape for stack in stacks], [stack.groups for stack in stacks]
             transposed, device = [stack.layout.is_transposed for stack in stacks], stacks[0].layout.device
-            wanted, known = (shapes, groups, device, transposed), self._storage
-            if known is None or (known.shapes, known.groups, known.device, known.transposed) != wanted:
+            wanted, storage = (shapes, groups, device, transposed), self._storage
+            if storage is None or (storage.shapes, storage.groups, storage.device, storage.transposed) != wanted:
                 self._storage = FlatStorage(*wanted)
             units = [stack.damping_unit.to(self.dtype) for stack in stacks]
             self._joint = decomposed, JointEigen([sides for sides in decomposed if sides is not None], units)

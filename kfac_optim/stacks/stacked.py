@@ -18,16 +18,16 @@ __all__ = ["Direction", "Stacked", "Steepest"]
 
 @dataclass(frozen=True)
 class Steepest:
-    """The factors that turn a scaled direction into ``(L + gamma) P m``.
+    """The numbers that turn a scaled direction into ``(L + gamma) P m``.
 
     Attributes:
-        factors: ``(L + gamma) / s``, ``[pairs]``, where L is the largest eigenvalue of ``A (x) G`` and s the product of
+        multipliers: ``(L + gamma) / s``, ``[pairs]``, with the largest eigenvalue L of ``A (x) G`` and the product s of
             all scales that the direction has been multiplied by since eqs. 11-13. If the solver damps A and G apart,
             the product of their largest damped eigenvalues takes the place of ``L + gamma``.
         contrast: ``(L + gamma) / gamma``: how many times more the steepest components are damped than the flattest.
     """
 
-    factors: Tensor
+    multipliers: Tensor
     contrast: float
 
 
@@ -112,9 +112,10 @@ class Stacked(Sequence[Direction]):
 
     def times(self, multipliers: Tensor) -> Stacked:
         """The directions, each pair's multiplied by its multiplier, ``[pairs]``."""
-        of = self.steepest
-        known = None if of is None else Steepest(ratio(of.factors, multipliers), of.contrast)
-        return self.replaced(self.directions.times(multipliers), known)
+        steepest = self.steepest
+        if steepest is not None:
+            steepest = Steepest(ratio(steepest.multipliers, multipliers), steepest.contrast)
+        return self.replaced(self.directions.times(multipliers), steepest)
 
     @cached_property
     def update_norms(self) -> Tensor:
@@ -122,8 +123,8 @@ class Stacked(Sequence[Direction]):
         return self.updates.norms()
 
     @cached_property
-    def rates_followed(self) -> Tensor:
-        """The rate ``<u, m> / <m, m>``, at least 0, at which the base's update u follows m, ``[pairs]``."""
+    def projections(self) -> Tensor:
+        """The coefficient ``c = <u, m> / <m, m>`` of the base's update u projected on m, at least 0, ``[pairs]``."""
         lengths = self.gradients.norms()
         return ratio(self.updates.inners(self.gradients), lengths * lengths).clamp_min(0)
 

@@ -57,5 +57,5 @@ class Brake(Counted):
             return None
         if isinstance(length, Tensor) and is_asynchronous(length.device):
             return (length / (_SLACK * self.usual)).clamp(min=1.0) ** -_POWER
-        known = float(length)
-        return (_SLACK * self.usual / known) ** _POWER if known > _SLACK * self.usual else None
+        length = float(length)
+        return (_SLACK * self.usual / length) ** _POWER if length > _SLACK * self.usual else None

@@ -65,10 +65,10 @@ class WeightWatch:
         On a device where marks are computed in the other way, the next comparison finds a change.
         """
         marks = {p: mark for p, mark in marks.items() if not is_sharded(p)}  # parameters may have been whole when saved
-        known = [torch.tensor(mark, dtype=torch.float64, device=p.device) for p, mark in marks.items()]
-        self._marks, self._rounding, self.watched = known, _ROUNDING, list(marks)
+        self._marks = [torch.tensor(mark, dtype=torch.float64, device=p.device) for p, mark in marks.items()]
+        self._rounding, self.watched = _ROUNDING, list(marks)
 
-    def changes(self) -> Tensor | Sequence[float]:
+    def edits(self) -> Tensor | Sequence[float]:
         """1 for each of :attr:`watched` changed since the last step, else 0, ``[n]``."""
         if not self.watched:
             return ()
@@ -79,14 +79,14 @@ class WeightWatch:
         # ``ne`` writes numbers, not bools, because they are read with others: on a GPU this saves a launch.
         return torch.ne(left, now, out=now.new_empty(now.shape, dtype=torch.float32))
 
-    def learn(self, blocks: Iterable[Block], changes: Sequence[float]) -> set[nn.Parameter]:
-        """Records in which layers weights were changed between two steps; ``changes``: :meth:`changes`, as read.
+    def learn(self, blocks: Iterable[Block], edits: Sequence[float]) -> set[nn.Parameter]:
+        """Records in which layers weights were changed between two steps; ``edits``: :meth:`edits`, as read.
 
         Returns:
             The parameters of layers whose last stretch the training loop may have undone.
         """
         compared, undone = set(self.watched), set[nn.Parameter]()
-        moved = {p for p, has_changed in zip(self.watched, changes, strict=True) if has_changed}
+        moved = {p for p, has_changed in zip(self.watched, edits, strict=True) if has_changed}
         for block in blocks:
             has_moved = bool(moved) and not moved.isdisjoint(block.layer.parameters)
             if compared and not compared.isdisjoint(block.layer.parameters):

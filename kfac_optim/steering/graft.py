@@ -4,7 +4,7 @@ At a graft of 1, K-FAC's direction is as long as the update. It is then shorter 
 along flat ones. Once only noise is left along the flat ones, that does harm, yet trust (:mod:`~.trust`) does not fall,
 because shorter steep components still agree with the next gradient. At a graft of 0, the direction is the base's step
 with its steep components shortened by preconditioning, the flattest left as they are. With the base's update u, the
-first moment m, the rate c at which u follows m, and the preconditioner P::
+first moment m, the coefficient ``c = <u, m> / <m, m>`` of u projected on m, and the preconditioner P::
 
     k = (|u| / |P m|)^graft (c gamma)^(1 - graft) P m
 
@@ -54,7 +54,7 @@ def grafted(stacked: Stacked, graft: float) -> Stacked:
     steepest = stacked.steepest
     if graft == 1 or steepest is None:
         return stacked
-    lengths = steepest.factors / steepest.contrast  # |gamma P m| / |u|
+    lengths = steepest.multipliers / steepest.contrast  # |gamma P m| / |u|
     if stacked.updates is not stacked.gradients:  # otherwise u = m, and c is 1
-        lengths = lengths * stacked.rates_followed
+        lengths = lengths * stacked.projections
     return stacked.times(lengths ** (1 - graft))

@@ -29,11 +29,11 @@ _segment_sums = functools.partial(torch.segment_reduce, reduce="sum", unsafe=Tru
 
 
 class Compared(NamedTuple):
-    """Gradients of one device and one type, the vector for each, and a factor, ``rate``, for their inner products."""
+    """Gradients of one device and one type, the vector for each, and what their inner products are multiplied by."""
 
     gradients: Sequence[Tensor]
     vectors: Sequence[Tensor]
-    rate: Scalar = 1.0
+    multiplier: Scalar = 1.0
 
     @property
     def are_shards(self) -> bool:
@@ -42,7 +42,7 @@ class Compared(NamedTuple):
 
 
 def total_alignment(compared: Sequence[Compared], copies: Copies) -> Scalar:
-    """``rate <g, v>``, summed over all parameters, a number if all are on the CPU (a collective if they are sharded).
+    """``multiplier <g, v>``, summed over all parameters, a number if all are on the CPU (a collective if sharded).
 
     ``copies``: those of gradients that were compared before; new ones are added.
     """
@@ -51,14 +51,14 @@ def total_alignment(compared: Sequence[Compared], copies: Copies) -> Scalar:
         if not some.are_shards:
             dots = [torch.dot(g, v) for _, g, v in _side_by_side(some, copies)]
             if is_asynchronous(dots[0].device):
-                products.append(_times(torch.stack(dots).sum() if len(dots) > 1 else dots[0], some.rate))
+                products.append(_times(torch.stack(dots).sum() if len(dots) > 1 else dots[0], some.multiplier))
             else:
-                products.append(sum(map(float, dots)) * some.rate)
+                products.append(sum(map(float, dots)) * some.multiplier)
     return _sum(products)
 
 
 def alignments(compared: Sequence[Compared], copies: Copies | None = None) -> Tensor:
-    """``rate <g, v>`` of each parameter, ``[n]``; ``copies``: see :func:`total_alignment`."""
+    """``multiplier <g, v>`` of each parameter, ``[n]``; ``copies``: see :func:`total_alignment`."""
     copies = {} if copies is None else copies
     of_shards = iter(_of_shards(compared))
     found: list[Tensor] = []
@@ -66,19 +66,19 @@ def alignments(compared: Sequence[Compared], copies: Copies | None = None) -> Te
         if some.are_shards:
             found.append(torch.stack([next(of_shards) for _ in some.gradients]))
         else:
-            found.append(_times(_each_dot(some, copies), some.rate))
+            found.append(_times(_each_dot(some, copies), some.multiplier))
     return found[0] if len(found) == 1 else torch.cat([part.to(found[0].device) for part in found])
 
 
 def _of_shards(compared: Sequence[Compared]) -> list[Tensor]:
-    """The inner product of each sharded gradient with its vector, times the rate, 0-dim (a collective)."""
+    """The inner product of each sharded gradient with its vector, times the multiplier, 0-dim (a collective)."""
     sharded = [some for some in compared if some.are_shards]
     if not sharded:
         return []
-    pairs = [(g, v, some.rate) for some in sharded for g, v in zip(some.gradients, some.vectors, strict=True)]
+    pairs = [(g, v, some.multiplier) for some in sharded for g, v in zip(some.gradients, some.vectors, strict=True)]
     summed = summed_over_shards([torch.mul(*_widened(g, v)).sum() for g, v, _ in pairs])
-    # The rates come after the sum: torch 2.6 would multiply every part by the number it multiplied such parts by first.
-    return [_times(product, rate) for product, (_, _, rate) in zip(summed, pairs, strict=True)]
+    # Not before the sum: torch 2.6 would multiply every part by the number that it multiplied such parts by first.
+    return [_times(product, multiplier) for product, (_, _, multiplier) in zip(summed, pairs, strict=True)]
 
 
 def _each_dot(compared: Compared, copies: Copies) -> Tensor:
@@ -157,15 +157,15 @@ def _widened(g: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return g.to(dtype), v.to(dtype)
 
 
-def _times(product: Tensor, rate: Scalar) -> Tensor:
-    return product * rate if isinstance(rate, Tensor) or rate != 1 else product
+def _times(product: Tensor, multiplier: Scalar) -> Tensor:
+    return product * multiplier if isinstance(multiplier, Tensor) or multiplier != 1 else product
 
 
 def _sum(numbers: Sequence[Scalar]) -> Scalar:
     """The sum of numbers and 0-dim tensors, which may be on several devices."""
-    known = sum(number for number in numbers if not isinstance(number, Tensor))
+    on_host = sum(number for number in numbers if not isinstance(number, Tensor))
     others = [number for number in numbers if isinstance(number, Tensor)]
     if not others:
-        return known
+        return on_host
     total = others[0] if len(others) == 1 else torch.stack([number.to(others[0].device) for number in others]).sum()
-    return total + known if known else total
+    return total + on_host if on_host else total

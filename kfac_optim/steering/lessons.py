@@ -58,7 +58,7 @@ class Lessons:
         length: The length of the base optimizer's last update, if directions were computed for it.
         grows: Whether updates grow with the gradient; those of Adam and other optimizers with ``exp_avg`` do not.
         stretched: What the gradients say about stretches.
-        changes: Which weights were changed since the last step (:meth:`.WeightWatch.changes`).
+        edits: Which weights were changed since the last step (:meth:`.WeightWatch.edits`).
     """
 
     largest: Scalar | None
@@ -67,7 +67,7 @@ class Lessons:
     length: Tensor | None
     grows: bool
     stretched: Stretched
-    changes: Tensor | Sequence[float]
+    edits: Tensor | Sequence[float]
 
 
 class Readings:
@@ -138,7 +138,7 @@ def lessons_of(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], watc
         largest=_largest_of([m.gradient for m in members], copies),  # after the others, which make the copies
         length=records.last_length(optimizer),
         grows=not any("exp_avg" in m.state for m in members),
-        changes=watch.changes(),
+        edits=watch.edits(),
     )
 
 
@@ -189,9 +189,9 @@ def _rate_downhill(bucket: Bucket) -> Scalar:
     return -lr if bucket[0].group.get("maximize") else lr
 
 
-def _with_recorded(some: Bucket, key: str, rate: Scalar = 1.0) -> Compared:
+def _with_recorded(some: Bucket, key: str, multiplier: Scalar = 1.0) -> Compared:
     """Gradients with what was recorded under a key for each."""
-    return Compared([m.gradient for m in some], records.entries(some, key), rate)
+    return Compared([m.gradient for m in some], records.entries(some, key), multiplier)
 
 
 def _largest_of(gradients: Sequence[Tensor], copies: Copies) -> Scalar | None:
@@ -210,5 +210,5 @@ def _together(numbers: Sequence[Tensor]) -> Tensor | list[float]:
     """Joins 0-dim tensors into one, as a view while they share one storage; reads those on the CPU."""
     if not any(is_asynchronous(number.device) for number in numbers):
         return list(map(float, numbers))
-    known = flat_view(numbers)
-    return torch.stack([number.to(numbers[0]) for number in numbers]) if known is None else known
+    view = flat_view(numbers)
+    return torch.stack([number.to(numbers[0]) for number in numbers]) if view is None else view

@@ -74,9 +74,9 @@ class Opponents:
 
     def copy(self, who: object, copied: object) -> None:
         """Registers a copy of an optimizer, which inherits the original's opponents and its status as an opponent."""
-        for known in (self._first_steps, self._last_steps):
-            if who in known:
-                known[copied] = known[who]
+        for steps in (self._first_steps, self._last_steps):
+            if who in steps:
+                steps[copied] = steps[who]
 
     def note(self, who: object, *, opposes: bool) -> None:
         """Records whether an optimizer is known to train against others."""
@@ -205,11 +205,11 @@ class Opposition(Counted, captured_lost=Counter(False, 1), added_lost=Counter(Fa
         Several ranks save the same, whatever each has seen since their last reports: an opponent counts as having
         thrown gradients away again.
         """
-        known = super().counters()
+        own = super().counters()
         if not self._ranks.alone:
-            return {**known, "captured_lost": int(bool(self.opposes)), "added_lost": 0, "since_lost": 0, "alone_for": 0}
+            return {**own, "captured_lost": int(bool(self.opposes)), "added_lost": 0, "since_lost": 0, "alone_for": 0}
         captured, added = self._signs.if_resumed
-        return {**known, "captured_lost": int(captured), "added_lost": int(added or self._added)}
+        return {**own, "captured_lost": int(captured), "added_lost": int(added or self._added)}
 
     def load(self, counters: Mapping[str, Any]) -> None:
         """Restores saved counters."""

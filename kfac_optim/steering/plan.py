@@ -81,7 +81,7 @@ class Steering:
             self.brake.learn(read.number(lessons.length))
             self.trust.learn(read.number(lessons.turn), read.number(lessons.average), grows=lessons.grows)
             has_momentum = lessons.grows and lessons.average is None  # without momentum there is an ``average``
-            undone = self.watch.learn(blocks, read.numbers(lessons.changes))
+            undone = self.watch.learn(blocks, read.numbers(lessons.edits))
             slopes = lessons.stretched.slopes(read)
             along = sum(after for p, (after, _) in slopes.items() if p not in undone)
             self.graft.learn(along if has_momentum else None)

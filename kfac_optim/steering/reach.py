@@ -2,7 +2,7 @@
 
 The steepest direction limits the learning rate. Along a flatter one, a step may be longer in proportion. So a step is
 not only turned (:mod:`~.trust`), but also stretched, if damping is relative to the largest eigenvalue L of a
-layer's ``A (x) G``. With the first moment m and the rate c at which the base follows it::
+layer's ``A (x) G``. With the first moment m, and c the coefficient of the base's update u projected on it::
 
     stretch = c ((L + gamma) (A (x) G + gamma I)^-1 - I) m,    c = <u, m> / <m, m>
     step   += reach stretch
@@ -139,10 +139,10 @@ def stretches(stacked: Stacked, out: Matrices | None = None) -> Matrices:
     ``out``: see :class:`~kfac_optim.stacks.matrices.Matrices`.
     """
     assert stacked.steepest is not None
-    steepest = stacked.steepest.factors  # which turn the directions into (L + gamma) P m
+    multipliers = stacked.steepest.multipliers  # which turn the directions into (L + gamma) P m
     if stacked.updates is stacked.gradients:  # c is 1
-        found = stacked.directions.times(steepest, out)
+        found = stacked.directions.times(multipliers, out)
         return found.minus(stacked.gradients, out=found)
-    rates = stacked.rates_followed
-    found = stacked.directions.times(steepest * rates, out)
-    return found.minus_multiples_(stacked.gradients, rates)
+    c = stacked.projections
+    found = stacked.directions.times(multipliers * c, out)
+    return found.minus_multiples_(stacked.gradients, c)

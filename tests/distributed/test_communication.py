@@ -34,7 +34,7 @@ from kfac_optim import (
     constant_then_scaled,
     growing,
 )
-from kfac_optim.averages import PendingUpdate, fold_
+from kfac_optim.averages import Unpooled, fold_
 from kfac_optim.distributed import Broadcast, Communicator, LayerAssignment, LocalCommunicator, TorchCommunicator
 from kfac_optim.factors import FactorSpec, read
 from tests.helpers.compare import assert_all_near, assert_equal_on_ranks, values
@@ -88,7 +88,7 @@ def test_pooling_now_and_then_is_exchanging_at_every_update(history: History) ->
     lazy = [[spec.empty(torch.float64, torch.device("cpu")) for spec in specs] for _ in range(layers)]
     sums = [[spec.zeros(torch.float64, torch.device("cpu")) for spec in specs] for _ in range(layers)]
     weights, sizes = ([[0.0, 0.0] for _ in range(layers)] for _ in range(2))
-    local = [[(PendingUpdate(), PendingUpdate()) for _ in range(layers)] for _ in range(ranks)]
+    local = [[(Unpooled(), Unpooled()) for _ in range(layers)] for _ in range(ranks)]
     for present, decay, pools in zip(history.present, history.decays, history.pooled_after, strict=True):
         for layer in range(layers):
             users = [rank for rank in range(ranks) if present[rank][layer]]
@@ -120,7 +120,7 @@ def test_pooling_now_and_then_is_exchanging_at_every_update(history: History) ->
                 parts = [one.sum for one in of_ranks if one.sum is not None]
                 if parts:
                     fold_([(lazy[layer][side], of_ranks[0], torch.stack(parts).sum(0))])
-        local = [[(PendingUpdate(), PendingUpdate()) for _ in range(layers)] for _ in range(ranks)]
+        local = [[(Unpooled(), Unpooled()) for _ in range(layers)] for _ in range(ranks)]
     for layer, side in itertools.product(range(layers), range(2)):
         assert_running_sums(lazy[layer][side], sums[layer][side], weights[layer][side])
 

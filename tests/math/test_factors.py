@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kfac_optim.averages import PendingUpdate, fold_, traces
+from kfac_optim.averages import Unpooled, fold_, traces
 from kfac_optim.factors import FactorSpec, pack, read, unpack
 from tests.helpers.compare import assert_near
 
@@ -69,7 +69,7 @@ def test_averages_are_sums_divided_by_their_counts(dtype: torch.dtype, data: st.
         counts = [data.draw(st.sampled_from([0, 1, 5])) for _ in specs]
         decays = [data.draw(st.sampled_from([0.0, 0.5, 0.95, 1.0])) for _ in specs]
         moments = [some_sum(spec, dtype, count) for spec, count in zip(specs, counts, strict=True)]
-        updates = map(PendingUpdate, decays, counts)
+        updates = map(Unpooled, decays, counts)
         new = [None if i == 3 else moment.clone() for i, moment in enumerate(moments)]
         fold_(list(zip(averages, updates, new, strict=True)))
         for i, (count, decay, moment) in enumerate(zip(counts, decays, moments, strict=True)):

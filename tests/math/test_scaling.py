@@ -122,7 +122,7 @@ def test_a_shortened_direction_shortens_each_component(graft: float) -> None:
     elif graft == 1:
         assert direction is k
     assert found.steepest is not None
-    (whole,) = found.directions.times(found.steepest.factors).tensors  # what the stretch begins with
+    (whole,) = found.directions.times(found.steepest.multipliers).tensors  # what the stretch begins with
     torch.testing.assert_close(whole, flat * 11.0, rtol=1e-12, atol=1e-12)
 
 

@@ -354,7 +354,7 @@ def test_of_saved_norms_roundings_are_no_changes(is_saved: bool, difference: flo
         watch.restore(watch.marks())
     with torch.no_grad():
         weights[1].mul_(1 + difference)
-    assert watch.changes().tolist() == [0, abs(difference) > (1e-12 if is_saved else 0)]
+    assert watch.edits().tolist() == [0, abs(difference) > (1e-12 if is_saved else 0)]
 
 
 @pytest.mark.parametrize("is_saved", [True, False])
@@ -372,11 +372,11 @@ def test_in_single_precision_the_last_bit_of_one_weight_is_a_change(
         marks = watch.marks()
         assert min(marks.values()) >= 0  # a saved -1 stands for none
         watch.restore(marks)
-    assert not any(watch.changes())
+    assert not any(watch.edits())
     with torch.no_grad():
         entry = weights[1][(-1,) * len(shape)]
         entry.copy_(torch.nextafter(entry, torch.tensor(torch.inf)))
-    assert watch.changes().tolist() == [0, 1, 0]
+    assert watch.edits().tolist() == [0, 1, 0]
 
 
 @pytest.mark.parametrize("is_transposed", [True, False])
@@ -392,7 +392,7 @@ def test_in_single_precision_weights_that_are_doubled_or_halved_are_changed(
     watch.note([weight])
     with torch.no_grad():
         weight.mul_(factor)
-    assert watch.changes().tolist() == [1]
+    assert watch.edits().tolist() == [1]
 
 
 @pytest.mark.parametrize("closes", [True, False])
