@@ -61,7 +61,7 @@ class Averaging(Counted):
         """Forgets the moments that have not been pooled."""
         self._unpooled: dict[Block, tuple[Unpooled, Unpooled]] = {}  # of A and of G
 
-    def fold(
+    def add(
         self,
         blocks: Sequence[Block],
         statistics: StepMoments,

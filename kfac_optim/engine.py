@@ -174,7 +174,7 @@ class CurvatureEngine(Config):
         unseen = sightings.count_step(statistics, resolved, trains=trains)
         with stages.stopwatch.stage("factor update"):
             decay, told = self.at("factor_decay", progress.step), [unseen, *opposition.report()]
-            anything, (blind, *reported) = averaging.fold(blocks, resolved, decay, self.slack, told)
+            anything, (blind, *reported) = averaging.add(blocks, resolved, decay, self.slack, told)
             opposition.hear(reported)
             sightings.note(blocks, resolved, blind=blind > 0 and not anything, alone=alone)
             if alone or stages.ranks.assignment.shares_factors:

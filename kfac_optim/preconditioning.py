@@ -82,7 +82,7 @@ class Preconditioner:
                 self._send_directions(ready, exchanged, stacks, found.directions.tensors)
         with self.stopwatch.stage("scaling"), without_autocast(device):
             if keeps_zeros:
-                found.directions.keep_zeros_(found.gradients)
+                found.directions.keep_zeros_(found.given)
             _note_cosines(stacks, found)
             found = scaled_by(scaling, found, step)
         return Directions([stack.layout for stack in stacks], found, given, self.dtype, exchange)

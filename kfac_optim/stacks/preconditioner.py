@@ -81,24 +81,24 @@ class StackPreconditioner:
         """
         decomposed = [stack.in_use for stack in stacks]
         joint = self._joint_of(stacks, decomposed)
-        gradients = self._filled(stacks, vectors.given)
+        given = self._filled(stacks, vectors.given)
         gammas: list[Tensor] = []  # none if directions are gamma times as long
         if stacks and (joint is None or not any_length):
             gammas = list(torch._foreach_mul([stack.damping_unit for stack in stacks], value))
         of_dtype = [gamma.to(self.dtype) for gamma in gammas]
         if joint is None:
             specs = [stack.specs for stack in stacks]
-            of_stacks = zip(gradients.tensors, decomposed, specs, of_dtype, strict=True)
-            directions = Matrices([precondition(self.solver, *of_stack) for of_stack in of_stacks], gradients.groups)
+            of_stacks = zip(given.tensors, decomposed, specs, of_dtype, strict=True)
+            directions = Matrices([precondition(self.solver, *of_stack) for of_stack in of_stacks], given.groups)
         else:
-            directions = gradients.empty()
-            joint.precondition(gradients.tensors, value, directions.tensors)
+            directions = given.empty()
+            joint.precondition(given.tensors, value, directions.tensors)
             if gammas:
                 directions.times(torch.cat(of_dtype).reciprocal(), out=directions)
         alike = all(vectors.are_alike(stack.layout.parameters) for stack in stacks)
-        updates = gradients if alike else self._filled(stacks, vectors.updates)
+        updates = given if alike else self._filled(stacks, vectors.updates)
         steepest = None if contrast is None else Steepest(self._largest(stacks, gammas, contrast), contrast)
-        return Stacked(directions, gradients, updates, [self._rate(stack, vectors) for stack in stacks], steepest)
+        return Stacked(directions, given, updates, [self._rate(stack, vectors) for stack in stacks], steepest)
 
     def _filled(self, stacks: Sequence[Stack], vectors: Mapping[nn.Parameter, Tensor]) -> Matrices:
         """The matrices of vectors by parameter, side by side if the stacks are preconditioned together."""

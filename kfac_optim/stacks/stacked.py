@@ -67,9 +67,9 @@ class Stacked(Sequence[Direction]):
 
     Args:
         directions: The preconditioned matrices ``P m``.
-        gradients: The matrices m that were preconditioned (gradients or first moments).
+        given: The matrices m that were preconditioned (gradients or first moments).
         updates: The base optimizer's own updates u from them, per unit of the learning rate; the same object as
-            ``gradients`` if each update is what was preconditioned.
+            ``given`` if each update is what was preconditioned.
         lr: The learning rate of each stack; see :class:`Direction`.
         steepest: Relates the directions to their unscaled form; None if damping is not relative to the largest
             eigenvalue.
@@ -78,22 +78,22 @@ class Stacked(Sequence[Direction]):
     def __init__(
         self,
         directions: Matrices,
-        gradients: Matrices,
+        given: Matrices,
         updates: Matrices,
         lr: Sequence[Tensor | float],
         steepest: Steepest | None,
     ) -> None:
-        self.directions, self.gradients, self.updates = directions, gradients, updates
+        self.directions, self.given, self.updates = directions, given, updates
         self.lr, self.steepest = lr, steepest
 
     @classmethod
-    def of(cls, given: Sequence[Direction]) -> Stacked:
+    def of(cls, each: Sequence[Direction]) -> Stacked:
         """The given ones if they are those of a step, else those of the given stacks."""
-        if isinstance(given, Stacked):
-            return given
-        groups = [d.groups for d in given]
-        k, m, u = (Matrices([getattr(d, name) for d in given], groups) for name in ("direction", "gradient", "update"))
-        return cls(k, m, u, [d.lr for d in given], None)
+        if isinstance(each, Stacked):
+            return each
+        groups = [d.groups for d in each]
+        k, m, u = (Matrices([getattr(d, name) for d in each], groups) for name in ("direction", "gradient", "update"))
+        return cls(k, m, u, [d.lr for d in each], None)
 
     def __len__(self) -> int:
         return len(self.directions.tensors)
@@ -101,11 +101,11 @@ class Stacked(Sequence[Direction]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
-        k, m, u = (of.tensors[index] for of in (self.directions, self.gradients, self.updates))
+        k, m, u = (of.tensors[index] for of in (self.directions, self.given, self.updates))
         return Direction(k, m, u, self.lr[index], self.directions.groups[index])
 
     def replaced(self, directions: Matrices, steepest: Steepest | None) -> Stacked:
-        """Others with the same gradients and updates, and with what is known of these."""
+        """Others with the same given matrices and updates, and with what is known of these."""
         found = copy(self)
         found.directions, found.steepest = directions, steepest
         return found
@@ -125,8 +125,8 @@ class Stacked(Sequence[Direction]):
     @cached_property
     def projections(self) -> Tensor:
         """The coefficient ``c = <u, m> / <m, m>`` of the base's update u projected on m, at least 0, ``[pairs]``."""
-        lengths = self.gradients.norms()
-        return ratio(self.updates.inners(self.gradients), lengths * lengths).clamp_min(0)
+        lengths = self.given.norms()
+        return ratio(self.updates.inners(self.given), lengths * lengths).clamp_min(0)
 
     @property
     def update_length(self) -> Tensor:

@@ -4,7 +4,7 @@ With the base optimizer's update u, K-FAC's direction k and the stretch s of a l
 
     step = u + trust (k - u) + reach s
 
-Every learned number moves by the sign of an inner product: that of the next gradient with a change that was made to the
+Most learned numbers move by the sign of an inner product: that of the next gradient with a change that was made to the
 step. :mod:`~kfac_optim.turning` carries out the plan.
 
 Where to look::

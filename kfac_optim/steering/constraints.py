@@ -86,12 +86,12 @@ class WeightWatch:
             The parameters of layers whose last stretch the training loop may have undone.
         """
         compared, undone = set(self.watched), set[nn.Parameter]()
-        moved = {p for p, has_changed in zip(self.watched, edits, strict=True) if has_changed}
+        edited = {p for p, is_edited in zip(self.watched, edits, strict=True) if is_edited}
         for block in blocks:
-            has_moved = bool(moved) and not moved.isdisjoint(block.layer.parameters)
+            is_edited = bool(edited) and not edited.isdisjoint(block.layer.parameters)
             if compared and not compared.isdisjoint(block.layer.parameters):
-                block.note_comparison(changed=has_moved)
-            if has_moved or block.is_constrained:
+                block.note_comparison(changed=is_edited)
+            if is_edited or block.is_constrained:
                 undone.update(block.layer.parameters)
         return undone
 
