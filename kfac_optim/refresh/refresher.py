@@ -158,8 +158,7 @@ class Refresher(Counted, pending_spread=Counter(None)):
             refresh.start_background(lambda job: self._decompose_in_background(*batch([job]).make()))
         jobs_due = refresh.due(step)
         alike = grouped_by_shape([job for job in jobs_due if not refresh.is_running(job)])
-        stored = functools.partial(_stored, self.inv_dtype)
-        results = decompose_all(self.solver, [batch(jobs) for jobs in alike], stored)
+        results = decompose_all(self.solver, [batch(jobs) for jobs in alike], self.inv_dtype)
         for jobs, found in zip(alike, results, strict=True):
             refresh.finish(jobs, found)
         for job in jobs_due:
@@ -169,11 +168,11 @@ class Refresher(Counted, pending_spread=Counter(None)):
     def _decompose_in_background(self, factor: Tensor, shift: Tensor) -> Callable[[], MaybeDecomposition]:
         """Starts a decomposition on the worker; returns a function that waits for the result."""
         # work() must not refer to the refresher, or the worker's thread would keep it and all that it holds alive.
-        stopwatch, solver, stored = self.stopwatch, self.solver, functools.partial(_stored, self.inv_dtype)
+        stopwatch, solver, inv_dtype = self.stopwatch, self.solver, self.inv_dtype
 
         def work() -> MaybeDecomposition:
             with stopwatch.stage("decomposition in the background"):
-                return decompose_safely(solver, factor, shift, stored)
+                return decompose_safely(solver, factor, shift, inv_dtype)
 
         return self._worker.submit(factor.device, work)
 
@@ -273,9 +272,3 @@ class Refresher(Counted, pending_spread=Counter(None)):
         """Gives up a refresh in progress and ends the worker's thread."""
         self.in_progress = None
         self._worker.close()
-
-
-def _stored(inv_dtype: torch.dtype, part: Tensor) -> Tensor:
-    """A tensor of a decomposition in the form in which it is stored."""
-    # Contiguous, as on the ranks that receive it: rounding depends on the layout, and ranks would drift apart.
-    return part.to(part_dtype(part.dim() - 1, inv_dtype)).contiguous()

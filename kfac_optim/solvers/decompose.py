@@ -13,7 +13,7 @@ from torch import Tensor
 from ..common.grouping import grouped_by_key
 from ..common.precision import full_precision
 from .eigen import EigenSolver
-from .protocol import Decomposition, Failure, MaybeDecomposition, Solver
+from .protocol import Decomposition, Failure, MaybeDecomposition, Solver, part_dtype
 
 __all__ = ["BATCH_NUMEL", "Batch", "decompose_all", "decompose_safely"]
 
@@ -60,13 +60,10 @@ class _Attempt(NamedTuple):
     checks: Sequence[tuple[Tensor, str]] = ()
 
 
-def decompose_all(
-    solver: Solver, batches: Iterable[Batch], stored: Callable[[Tensor], Tensor] = lambda part: part
-) -> list[list[MaybeDecomposition]]:
-    """Decomposes batches of factors; if a batch fails, its factors one by one.
+def decompose_all(solver: Solver, batches: Iterable[Batch], inv_dtype: torch.dtype) -> list[list[MaybeDecomposition]]:
+    """Decomposes batches of factors; if a batch fails, its factors one by one. Matrices are stored in ``inv_dtype``.
 
-    The checks of all results are read from the device at once, after the last batch. ``stored`` turns each tensor of a
-    decomposition into the form in which it is stored.
+    The checks of all results are read from the device at once, after the last batch.
 
     Returns:
         For each batch a list with what :func:`decompose_safely` returns for each of its factors.
@@ -74,28 +71,25 @@ def decompose_all(
     batches = list(batches)
     attempts: dict[Batch, _Attempt] = {}
     for group in _padded_together(batches) if isinstance(solver, EigenSolver) else [[batch] for batch in batches]:
-        attempts.update(zip(group, _attempt(solver, [batch.make() for batch in group], stored), strict=True))
+        attempts.update(zip(group, _attempt(solver, [batch.make() for batch in group], inv_dtype), strict=True))
     found: list[list[MaybeDecomposition]] = []
     for batch, result in zip(batches, _judged([attempts[batch] for batch in batches]), strict=True):
         if isinstance(result, Failure):
             each = zip(*(tensor.split(list(batch.sizes)) for tensor in batch.make()), strict=True)
-            found.append([decompose_safely(solver, factor, shift, stored) for factor, shift in each])
+            found.append([decompose_safely(solver, factor, shift, inv_dtype) for factor, shift in each])
         else:
             found.append(list(zip(*(part.split(list(batch.sizes)) for part in result), strict=True)))
     return found
 
 
-def decompose_safely(
-    solver: Solver, factor: Tensor, shift: Tensor, stored: Callable[[Tensor], Tensor] = lambda part: part
-) -> MaybeDecomposition:
+def decompose_safely(solver: Solver, factor: Tensor, shift: Tensor, inv_dtype: torch.dtype) -> MaybeDecomposition:
     """Decomposes a factor; if that fails, tries again in float64, then on the CPU with jitter on the diagonal.
 
     Args:
         solver: The solver.
         factor: ``[p, n, n]`` or ``[p, n]``, float32 or float64.
         shift: What the solver adds to the diagonals, ``[p]``.
-        stored: Turns each tensor of the decomposition, in the factor's dtype and on its device, into the form in which
-            it is stored.
+        inv_dtype: The dtype in which matrices of the decomposition are stored.
 
     Returns:
         The stored form of the decomposition, or why the last attempt failed.
@@ -103,7 +97,7 @@ def decompose_safely(
     result: MaybeDecomposition = Failure("")
     for prepare in _ATTEMPTS:
         prepared = prepare(factor)
-        (result,) = _judged(_attempt(solver, [(prepared, shift.to(prepared))], lambda part: stored(part.to(factor))))
+        (result,) = _judged(_attempt(solver, [(prepared, shift.to(prepared))], inv_dtype, like=factor))
         if not isinstance(result, Failure):
             break
     return result
@@ -128,9 +122,12 @@ def _padded_together(batches: Sequence[Batch]) -> list[list[Batch]]:
 
 
 def _attempt(
-    solver: Solver, inputs: Sequence[tuple[Tensor, Tensor]], stored: Callable[[Tensor], Tensor]
+    solver: Solver, inputs: Sequence[tuple[Tensor, Tensor]], inv_dtype: torch.dtype, like: Tensor | None = None
 ) -> list[_Attempt]:
-    """One attempt at decomposing each of some factors, with their shifts, by a single call of the solver."""
+    """One attempt at decomposing each of some factors, with their shifts, by a single call of the solver.
+
+    ``like``: the factor as it was before it was prepared for this attempt.
+    """
     # Eigendecompositions ignore the switch for TF32, which belongs to the whole process: turning it off for one in the
     # background would slow the model down, and a compiled model would be compiled again.
     try:
@@ -142,22 +139,31 @@ def _attempt(
                 found = solver.decompose_padded([factor for factor, _ in inputs])
     except RuntimeError as error:  # LinAlgError, GPU libraries' own, and out of memory, where the CPU may succeed
         return [_Attempt(Failure(f"{type(error).__name__}: {error}"))] * len(inputs)
-    return [_checked(solver, factor, result, stored) for (factor, _), result in zip(inputs, found, strict=True)]
+    pairs = zip(inputs, found, strict=True)
+    return [_checked(solver, factor, result, inv_dtype, like) for (factor, _), result in pairs]
 
 
-def _checked(solver: Solver, factor: Tensor, result: Decomposition, stored: Callable[[Tensor], Tensor]) -> _Attempt:
+def _checked(
+    solver: Solver, factor: Tensor, result: Decomposition, inv_dtype: torch.dtype, like: Tensor | None
+) -> _Attempt:
     shapes = [(len(factor), *shape) for shape in solver.shapes(factor.shape[-1], factor.dim() == 2)]
     if [tuple(part.shape) for part in result] != shapes:
         raise ValueError(
             f"solver={solver!r}: decompose() has returned tensors of the shapes {[tuple(p.shape) for p in result]} for "
             f"a factor of the shape {tuple(factor.shape)}, of which shapes() says {shapes}"
         )
-    kept = tuple(map(stored, result))
+    kept = tuple(_stored(part if like is None else part.to(like), inv_dtype) for part in result)
     # The stored form is checked: a retry computes in float64, and a number that is finite there may not be in float32.
     checks = [(part.isfinite().all(), "the result is not finite") for part in kept]
     if isinstance(solver, EigenSolver):
         checks.append((solver.is_valid(result), "eigenvectors are not orthonormal"))
     return _Attempt(kept, checks)
+
+
+def _stored(part: Tensor, inv_dtype: torch.dtype) -> Tensor:
+    """A tensor of a decomposition in the form in which it is stored."""
+    # Contiguous, as on the ranks that receive it: rounding depends on the layout, and ranks would drift apart.
+    return part.to(part_dtype(part.dim() - 1, inv_dtype)).contiguous()
 
 
 def _judged(attempts: Sequence[_Attempt]) -> list[MaybeDecomposition]:

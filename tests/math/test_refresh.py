@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import math
 import multiprocessing
@@ -26,7 +25,7 @@ from kfac_optim.common.grouping import grouped_by_key
 from kfac_optim.factors import FactorSpec
 from kfac_optim.layers import gram
 from kfac_optim.refresh.jobs import FactorJob, Refresh, batch_of, grouped_by_shape
-from kfac_optim.refresh.refresher import Refresher, _stored
+from kfac_optim.refresh.refresher import Refresher
 from kfac_optim.solvers import Batch, Failure, decompose_all, decompose_safely
 from kfac_optim.stacks.directions import by_parameter
 from kfac_optim.stacks.stack import _cat, stack_of
@@ -140,9 +139,9 @@ def test_a_batch_gives_what_each_factor_gives_alone(
 ) -> None:
     factors = [factor(count, n, i) for i, count in enumerate(pairs)]
     shifts = [torch.full((len(f),), 0.1, dtype=f.dtype) for f in factors]
-    (found,) = decompose_all(solver, [batch(factors, shifts)])
+    (found,) = decompose_all(solver, [batch(factors, shifts)], torch.float64)
     for f, shift, parts in zip(factors, shifts, found, strict=True):
-        alone = decompose_safely(solver, f, shift)
+        alone = decompose_safely(solver, f, shift, torch.float64)
         assert isinstance(parts, tuple) and isinstance(alone, tuple)
         for part, expected in zip(parts, alone, strict=True):
             torch.testing.assert_close(part, expected, rtol=1e-12, atol=1e-12)
@@ -153,7 +152,7 @@ def test_a_batch_gives_what_each_factor_gives_alone(
 def test_a_factor_that_has_overflowed_ends_no_training(
     solver: EigenSolver | InverseSolver, shape: tuple[int, ...]
 ) -> None:
-    assert isinstance(decompose_safely(solver, torch.full(shape, torch.nan), torch.zeros(2)), Failure)
+    assert isinstance(decompose_safely(solver, torch.full(shape, torch.nan), torch.zeros(2), torch.float32), Failure)
 
 
 NEAR = ((1, 10), (2, 9), (3, 9), (1, 4))  # pairs and rows; 4 are too few to go with the others
@@ -175,7 +174,7 @@ def test_factors_of_nearly_one_size_are_decomposed_by_one_call(
     shapes: list[torch.Size] = []
     eigh = torch.linalg.eigh
     monkeypatch.setattr(torch.linalg, "eigh", lambda matrix: (shapes.append(matrix.shape), eigh(matrix))[1])
-    found = decompose_all(EigenSolver(), batches)
+    found = decompose_all(EigenSolver(), batches, dtype)
     assert shapes == [(1 + 2 + 3, 10, 10), (1, 4, 4)], "none was retried"
     accuracy = 100 * torch.finfo(dtype).eps
     for f, of_batch in zip(factors, found, strict=True):
@@ -195,9 +194,9 @@ def test_a_bad_factor_does_not_take_those_of_other_sizes_along() -> None:
         Batch(lambda f=f: (f, shift), [1], (f.shape[-1], f.device))  # type: ignore[misc]
         for f in (bad, good)
     ]
-    (failed,), (found,) = decompose_all(EigenSolver(), batches)
+    (failed,), (found,) = decompose_all(EigenSolver(), batches, torch.float64)
     assert isinstance(failed, Failure) and isinstance(found, tuple)
-    alone = decompose_safely(EigenSolver(), good, shift)
+    alone = decompose_safely(EigenSolver(), good, shift, torch.float64)
     assert all(torch.equal(x, y) for x, y in zip(found, alone, strict=True))
 
 
@@ -215,7 +214,7 @@ calls: list[int] = []
 def test_one_call_for_a_batch() -> None:
     calls.clear()
     factors = [factor(1, 4, 0), factor(2, 4, 2)]
-    decompose_all(Counting(), [batch(factors, [torch.ones(len(f), dtype=f.dtype) for f in factors])])
+    decompose_all(Counting(), [batch(factors, [torch.ones(len(f), dtype=f.dtype) for f in factors])], torch.float64)
     assert calls == [3]
 
 
@@ -230,7 +229,7 @@ def test_all_batches_are_judged_at_once(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(Tensor, "tolist", tolist)
     batches = [batch([factor(1, n, n)] * 2, [torch.zeros(1, dtype=torch.float64)] * 2) for n in (3, 4, 5)]
-    decompose_all(EigenSolver(), batches)
+    decompose_all(EigenSolver(), batches, torch.float64)
     assert reads == [3 * 3], "are eigenvalues and eigenvectors finite, and these orthonormal"
 
 
@@ -320,11 +319,11 @@ def test_on_the_cpu_every_factor_is_decomposed_on_its_own() -> None:
 def test_a_bad_factor_does_not_take_its_batch_along() -> None:
     factors = [factor(1, 4, 0), -factor(1, 4, 1), factor(1, 4, 2)]
     shifts = [torch.full((1,), 0.1, dtype=torch.float64)] * 3
-    ok, found = decompose_all(InverseSolver(), [batch(factors[:1], shifts[:1]), batch(factors, shifts)])
+    ok, found = decompose_all(InverseSolver(), [batch(factors[:1], shifts[:1]), batch(factors, shifts)], torch.float64)
     assert not any(isinstance(result, Failure) for result in ok), "another batch"
     assert isinstance(found[1], Failure) and "linalg.cholesky" in found[1].reason
     for i in (0, 2):
-        parts, alone = found[i], decompose_safely(InverseSolver(), factors[i], shifts[i])
+        parts, alone = found[i], decompose_safely(InverseSolver(), factors[i], shifts[i], torch.float64)
         assert isinstance(parts, tuple) and isinstance(alone, tuple)
         assert all(torch.equal(x, y) for x, y in zip(parts, alone, strict=True))
 
@@ -401,7 +400,7 @@ def test_work_in_the_background_changes_no_bit(
 
 def at_once(self: Refresher, factor: Tensor, shift: Tensor) -> Any:
     """In the place of ``Refresher._decompose_in_background``: nothing runs in the background."""
-    ((result,),) = decompose_all(self.solver, [batch([factor], [shift])], functools.partial(_stored, self.inv_dtype))
+    ((result,),) = decompose_all(self.solver, [batch([factor], [shift])], self.inv_dtype)
     return lambda: result
 
 

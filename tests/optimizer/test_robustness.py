@@ -294,7 +294,8 @@ def test_gradients_that_have_all_but_vanished(solver: str, scale: float) -> None
 def test_an_inverse_that_float32_cannot_hold_is_a_failure() -> None:
     """float64, in which the failure is retried, can."""
     tiny = torch.full((1, 2, 2), 1e-42, dtype=torch.float32)
-    assert isinstance(decompose_safely(InverseSolver(), tiny, torch.full((1,), 1e-42, dtype=torch.float32)), Failure)
+    shift = torch.full((1,), 1e-42, dtype=torch.float32)
+    assert isinstance(decompose_safely(InverseSolver(), tiny, shift, torch.float32), Failure)
 
 
 # Nothing to learn from -----------------------------------------------------------------------------------------------
