@@ -95,7 +95,7 @@ class SGDRule(Rule):
         return [m.p for m in bucket]
 
     def updates(self, bucket: Bucket, before: Tensors, moments: Tensors, descent: Tensors) -> Tensors:
-        """They are exact, unlike a difference of rounded weights."""
+        """Moments or gradients as they are: exact, unlike a difference of rounded weights."""
         return moments if bucket[0].group["momentum"] else descent
 
 
@@ -128,7 +128,7 @@ class AdamRule(Rule):
     adds_decay = True
 
     def less_decay(self, bucket: Bucket, before: Tensors, moments: Tensors) -> Tensors:
-        """The decay in a moment is what the average of gradients alone lacks."""
+        """The decay in a moment is the moment minus the average of gradients alone."""
         if not (self.decays_moment(bucket[0].group) and all(m.has_first_moment for m in bucket)):
             return before
         lr = rate_of(bucket[0].group)

@@ -18,7 +18,7 @@ class Stopwatch:
     """
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[float, int]] = {}  # by stage, the seconds and the number of timed blocks
+        self._timed: dict[str, tuple[float, int]] = {}  # by stage, the seconds and the number of timed blocks
 
     def stage(self, name: str) -> AbstractContextManager[None]:
         """Times a ``with`` block as a part of the named stage."""
@@ -30,14 +30,14 @@ class Stopwatch:
 
     def add(self, name: str, seconds: float) -> None:
         """Adds a timed block to a stage."""
-        before, calls = self._known.get(name, (0.0, 0))
-        self._known[name] = before + seconds, calls + 1
+        before, calls = self._timed.get(name, (0.0, 0))
+        self._timed[name] = before + seconds, calls + 1
 
     def table(self) -> dict[str, dict[str, float]]:
         """Per stage: total milliseconds, calls, milliseconds per call."""
         return {
             name: {"ms": 1e3 * seconds, "calls": calls, "ms_per_call": 1e3 * seconds / calls}
-            for name, (seconds, calls) in self._known.items()
+            for name, (seconds, calls) in self._timed.items()
         }
 
 

@@ -22,8 +22,8 @@ from .pairs import Groups, group_of_each, inner, norm
 
 __all__ = ["FlatMatrices", "FlatStorage", "Matrices", "storage_order"]
 
-_FEW_PAIRS = 64  # stacks of more pairs (grouped convolutions) are multiplied by their factors in a kernel of their own
-_LEAST_ROW = 8  # numbers that share a factor; with shorter rows, the factors of all rows would take too much memory
+_FEW_PAIRS = 64  # stacks of more pairs (grouped convolutions) are multiplied in a kernel of their own
+_LEAST_ROW = 8  # numbers that share a multiplier; with shorter rows, those of all rows would take too much memory
 
 
 class Matrices:
@@ -64,17 +64,17 @@ class Matrices:
         return self._elementwise("lerp", others, weight, out=out)
 
     def times(self, by: Tensor | float, out: Matrices | None = None) -> Matrices:
-        """The product with the factor of each pair, ``[pairs]``, or with one factor, a number or 0-dim."""
+        """The product with the multiplier of each pair, ``[pairs]``, or with one for all, a number or 0-dim."""
         result = self.empty() if out is None else out
-        factors = self._factors(by) if isinstance(by, Tensor) and by.dim() else [by] * len(self.scaled)
-        for part, factor, to in zip(self.scaled, factors, result.scaled, strict=True):
-            torch.mul(part, factor.to(part.device) if isinstance(factor, Tensor) else factor, out=to)
+        multipliers = self._multipliers(by) if isinstance(by, Tensor) and by.dim() else [by] * len(self.scaled)
+        for part, multiplier, to in zip(self.scaled, multipliers, result.scaled, strict=True):
+            torch.mul(part, multiplier.to(part.device) if isinstance(multiplier, Tensor) else multiplier, out=to)
         return result
 
     def minus_multiples_(self, others: Matrices, by: Tensor) -> Matrices:
-        """Subtracts other matrices, each multiplied by the factor of its pair, ``[pairs]``, in place; returns these."""
-        for part, other, factor in zip(self.scaled, others.scaled, self._factors(by), strict=True):
-            part.addcmul_(other, factor.to(part.device), value=-1)
+        """Subtracts other matrices, each times the multiplier of its pair, ``[pairs]``, in place; returns these."""
+        for part, other, multiplier in zip(self.scaled, others.scaled, self._multipliers(by), strict=True):
+            part.addcmul_(other, multiplier.to(part.device), value=-1)
         return self
 
     def norms(self) -> Tensor:
@@ -101,8 +101,8 @@ class Matrices:
                 # ``ne`` writes numbers, not bools, because torch's loops over bools take several times as long.
                 matrix.mul_(torch.ne(vector, 0, out=torch.empty_like(vector)))
 
-    def _factors(self, by: Tensor) -> list[Tensor]:
-        """The factors ``[pairs]`` of pairs, as ``scaled`` is multiplied by them."""
+    def _multipliers(self, by: Tensor) -> list[Tensor]:
+        """The multipliers ``[pairs]`` of pairs, as ``scaled`` is multiplied by them."""
         return [part.view(-1, 1, 1) for part in self.split(by)]
 
     def _elementwise(self, operation: str, others: Matrices, *numbers: float, out: Matrices | None) -> Matrices:
@@ -120,7 +120,7 @@ class Matrices:
 class FlatStorage:
     """How the matrices ``[p, d_out, d_in]`` of some stacks lie in one storage.
 
-    One kernel multiplies the first ``stacks_scaled`` stacks by their factors, and one computes the norms of the first
+    One kernel multiplies the first ``stacks_scaled`` stacks, and one computes the norms of the first
     ``stacks_summed``, which are as many or more. These kernels take the numbers of their stacks as rows, all of one
     length, each of which belongs to a single group of pairs.
 
@@ -134,7 +134,7 @@ class FlatStorage:
     Attributes:
         stacks_scaled, stacks_summed: How many stacks, from the first on, each of the two kernels takes.
         scaled_shape, summed_shape: The shape of their rows, ``[rows, 1, length]``.
-        pair_of_row: For each row that is multiplied, the pair whose factor it takes.
+        pair_of_row: For each row that is multiplied, the pair whose multiplier it takes.
         groups_of_rows: Which rows add up to the norm of which group of pairs.
     """
 
@@ -208,10 +208,10 @@ class FlatMatrices(Matrices):
         """See :class:`Matrices`."""
         return torch.linalg.vector_norm(self.whole)
 
-    def _factors(self, by: Tensor) -> list[Tensor]:
+    def _multipliers(self, by: Tensor) -> list[Tensor]:
         n = self.storage.stacks_scaled
         shared = [by.index_select(0, self.storage.pair_of_row).view(-1, 1, 1)] if n else []
-        return shared + super()._factors(by)[n:]
+        return shared + super()._multipliers(by)[n:]
 
     def _elementwise(self, operation: str, others: Matrices, *numbers: float, out: Matrices | None) -> Matrices:
         result = self.empty() if out is None else out
@@ -227,7 +227,7 @@ def storage_order(shape: tuple[int, int, int], groups: Groups | None) -> int:
         groups: Which of its pairs are scaled together.
 
     Returns:
-        0 if the stack shares the kernels that multiply by factors and those that compute norms; 1 if it shares only
+        0 if the stack shares the kernels that multiply and those that compute norms; 1 if it shares only
         those for norms, by group; 2 if it shares neither, because its numbers do not divide into rows.
     """
     p, d_out, d_in = shape

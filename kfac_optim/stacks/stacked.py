@@ -88,7 +88,7 @@ class Stacked(Sequence[Direction]):
 
     @classmethod
     def of(cls, each: Sequence[Direction]) -> Stacked:
-        """The given ones if they are those of a step, else those of the given stacks."""
+        """A sequence of directions as ``Stacked``: itself if it is one already."""
         if isinstance(each, Stacked):
             return each
         groups = [d.groups for d in each]
