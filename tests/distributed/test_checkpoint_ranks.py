@@ -17,24 +17,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from kfac_optim import KAISA, KFACLAMB, KFACSGD, FactorWise, KFACAdam, KLClip, LayerWise
+from kfac_optim import KAISA, KFACLAMB, KFACSGD, FactorWise, KFACAdam, LayerWise
 from tests.helpers.compare import assert_all_near, assert_same_state, leaves, values
 from tests.helpers.files import packed, unpacked
 from tests.helpers.ranks import run_ranks
-from tests.helpers.settings import CLASSES, FLOAT64
+from tests.helpers.settings import CLASSES, END, RESUMED, K
 from tests.helpers.training import make_model, train
 from tests.helpers.versions import FLATTENS_DICTS
 
-# Refreshes at 0, 4, 8 and 12; saved after 6 steps, so that the statistics of step 5 are in no refresh yet. One that is
-# spread over 3 steps is started at 4, and step 6 still uses the one before it.
-K, END = 6, 13
-SETTINGS: dict[str, Any] = {
-    **FLOAT64,
-    "damping": 0.1,
-    "scaling": KLClip(1e-2),
-    "factor_update_steps": 1,
-    "inv_update_steps": 4,
-}
 HALF = KAISA(grad_worker_fraction=0.5)
 STRATEGIES = {"factor-wise": FactorWise(), "layer-wise": LayerWise(), "kaisa": HALF}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -49,7 +39,7 @@ SAVED_WITH = dict(zip(CASES, [FactorWise(), LayerWise(), HALF, HALF], strict=Tru
 def build(case: str, strategy: Any, seed: int = 0) -> tuple[nn.Module, Any]:
     model = make_model(seed).double()
     cls, options = CASES[case]
-    return model, cls(model, **{**CLASSES[cls], **SETTINGS, "assignment": strategy, **options})
+    return model, cls(model, **{**CLASSES[cls], **RESUMED, "assignment": strategy, **options})
 
 
 def differ(found: list[Tensor], expected: list[Tensor]) -> bool:

@@ -28,7 +28,6 @@ from kfac_optim import (
     EigenSolver,
     FactorWise,
     KFACAdam,
-    KLClip,
     LayerAssignment,
     LayerWise,
     OfLargest,
@@ -42,7 +41,7 @@ from tests.helpers.compare import assert_all_near, assert_near, assert_same_stat
 from tests.helpers.files import packed, unpacked
 from tests.helpers.memory import reachable_bytes
 from tests.helpers.ranks import run_ranks
-from tests.helpers.settings import FLOAT64, OFTEN
+from tests.helpers.settings import END, FLOAT64, OFTEN, RESUMED, K
 from tests.helpers.solvers import UndampedSolver
 from tests.helpers.training import data_of, make_model, share, train
 from tests.helpers.versions import FLATTENS_DICTS
@@ -251,14 +250,6 @@ def test_reports_are_of_the_factors_that_are_here() -> None:
 
 # States --------------------------------------------------------------------------------------------------------------
 
-K, END = 6, 13  # as in test_checkpoint_ranks: a refresh begins at 4; one that is spread is in progress at 6
-SETTINGS: dict[str, Any] = {
-    **FLOAT64,
-    "damping": 0.1,
-    "scaling": KLClip(1e-2),
-    "factor_update_steps": 1,
-    "inv_update_steps": 4,
-}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd, inverse, spread": (KFACSGD, {"lr": 0.1, "momentum": 0.9, "solver": "inverse", "spread": 3}),
     "adam": (KFACAdam, {"lr": 0.01, "spread": 0, "damping": OfLargest(0.1)}),
@@ -271,7 +262,7 @@ ELSEWHERE = {"replicated": FactorWise(), **SHARDED}
 def build(case: str, strategy: Any, seed: int = 0) -> tuple[nn.Module, Any]:
     model = make_model(seed).double()
     cls, options = CASES[case]
-    return model, cls(model, **{**SETTINGS, **options, "assignment": strategy})
+    return model, cls(model, **{**RESUMED, **options, "assignment": strategy})
 
 
 def go_on(model: nn.Module, optimizer: Any, rank: int, world_size: int) -> list[Tensor]:
@@ -446,7 +437,7 @@ def move(rank: int, world_size: int) -> dict[str, Any]:
                 assignment=strategy,
                 solver=solver,
                 precondition="gradient",
-                **{**SETTINGS, "spread": 3, "factor_decay": 0.9},
+                **{**RESUMED, "spread": 3, "factor_decay": 0.9},
             )
             wrapped = DDP(model) if world_size > 1 else model
             train(wrapped, optimizer, range(6), rank=rank, world_size=world_size)

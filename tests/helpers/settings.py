@@ -71,3 +71,8 @@ OPTIONS: dict[str, object] = EXACT | {"lr": 0.1, "damping": 0.1}
 
 # The paper's way, in which the scale of the loss and so M, the number of loss terms, tells: a wrong one is seen.
 PAPER = OFTEN | {"precondition": "gradient", "scaling": KLClip(1e-2), "damping": 0.03, "spread": 0}
+
+# For states that are saved after K of END steps. Refreshes begin at 0, 4, 8 and 12: the statistics of step 5 are in no
+# refresh yet, and one that is spread over 3 steps is in progress at 6, where the one before it is still in use.
+K, END = 6, 13
+RESUMED = FLOAT64 | {"damping": 0.1, "scaling": KLClip(1e-2), "factor_update_steps": 1, "inv_update_steps": 4}
