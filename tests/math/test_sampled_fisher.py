@@ -348,6 +348,21 @@ def test_a_distribution_of_the_users_finds_its_output_in_the_models() -> None:
     assert torch.equal(squares, torch.full((3,), 4.0)), "(1 / 0.5)^2, whatever the signs"
 
 
+class OfWrongShape(Laplace):
+    """A distribution whose gradient would be broadcast to the examples."""
+
+    def sample_gradient(self, output: Tensor, generator: torch.Generator) -> Tensor:
+        return super().sample_gradient(output, generator).sum(0)
+
+
+def test_a_sampled_gradient_of_another_shape_is_refused() -> None:
+    model = Wrapped("dict")
+    optimizer = KFACSGD(model, **EXACT | {"fisher": OfWrongShape(0.5)})
+    with pytest.raises(ValueError, match=r"OfWrongShape.sample_gradient.*returned.*\[3\].*output's shape, \[6, 3\]"):
+        model(torch.randn(6, 3))["scores"].square().mean().backward()
+    optimizer.zero_grad()
+
+
 def test_fields_of_the_distributions() -> None:
     assert (Categorical(1).dim, Gaussian(0.5).variance) == (1, 0.5)
     for fisher in (Categorical(1), Bernoulli(), Gaussian(0.5)):
