@@ -18,11 +18,25 @@ from typing import NoReturn
 
 SOURCE = Path(__file__).with_name("device.cpp")
 BUILDS = Path("runs", "launches")
+NEWEST = "versionRuntimeCuDNN"  # of the functions that device.cpp overrides, the last that torch got
 
 
 def obstacle() -> str:
     """Say why the device cannot be made here; empty if it can."""
-    return "" if shutil.which("g++") else f"the simulated device ({SOURCE.name}) is compiled by g++: install it"
+    if not shutil.which("g++"):
+        return f"the simulated device ({SOURCE.name}) is compiled by g++: install it"
+    hooks = folder_of_torch() / "include" / "ATen" / "detail" / "CUDAHooksInterface.h"
+    if NEWEST not in hooks.read_text():
+        version = importlib.metadata.version("torch")
+        return f"the simulated device ({SOURCE.name}) needs headers of a newer torch than {version}: install one"
+    return ""
+
+
+def folder_of_torch() -> Path:
+    """Return the folder of the installed torch, which need not have been imported."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
 
 
 def library(torch: Path) -> Path:
@@ -32,7 +46,7 @@ def library(torch: Path) -> Path:
         torch: The folder of the installed torch.
 
     Raises:
-        RuntimeError: If there is no compiler.
+        RuntimeError: If there is no compiler, or torch is too old.
     """
     built = BUILDS / f"device-{importlib.metadata.version('torch')}.so"
     if not built.exists() or built.stat().st_mtime < SOURCE.stat().st_mtime:
@@ -50,13 +64,12 @@ def load() -> None:
     """Load the device.
 
     Raises:
-        RuntimeError: If torch is imported already, and has looked for devices; if there is no compiler.
+        RuntimeError: If torch is imported already, and has looked for devices; if there is no compiler, or torch is too
+            old.
     """
     if "torch" in sys.modules:
         raise RuntimeError("the simulated device has to be loaded before torch is imported")
-    spec = importlib.util.find_spec("torch")
-    assert spec is not None and spec.origin is not None
-    torch = Path(spec.origin).parent
+    torch = folder_of_torch()
     for each in (torch / "lib" / "libc10.so", torch / "lib" / "libtorch_cpu.so", library(torch)):
         ctypes.CDLL(str(each.resolve()), ctypes.RTLD_GLOBAL)
 

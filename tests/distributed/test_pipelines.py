@@ -27,7 +27,7 @@ from tests.helpers.compare import assert_all_near
 from tests.helpers.ranks import run_ranks
 from tests.helpers.settings import FLOAT64, OFTEN
 from tests.helpers.training import data_of, share
-from tests.helpers.versions import needs_sharding_on_cpus
+from tests.helpers.versions import needs_sharding_on_cpus, needs_working_pipelines
 
 SHAPE, STEPS, STAGES, PARTS = (12, 4), 7, 2, 2
 OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "scaling": Graft(trust=1.0), **OFTEN, **FLOAT64}
@@ -146,6 +146,7 @@ def alone(stages: Sequence[nn.Module], models: Sequence[nn.Module], options: dic
     return [[p.detach() for p in model.parameters()] for model in models]
 
 
+@needs_working_pipelines
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_stages_equal_one_process(world_size: int) -> None:
@@ -167,6 +168,7 @@ def test_sharded_stages_equal_one_process() -> None:
         assert_all_near(outcomes[2 * number : 2 * number + 2], expected, case=f"stage {number}")
 
 
+@needs_working_pipelines
 @pytest.mark.slow
 def test_ranks_with_several_stages_equal_one_process() -> None:
     outcomes = run_ranks(2, interleaved)

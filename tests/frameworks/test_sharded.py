@@ -25,6 +25,7 @@ from tests.helpers.frameworks import LIMIT, as_torchrun, assert_ranks_are_one, f
 from tests.helpers.ranks import run_ranks
 from tests.helpers.settings import SETTINGS
 from tests.helpers.training import data_of, make_model, share, train
+from tests.helpers.versions import needs_sharding_on_cpus
 
 SHAPE, STEPS = (12, 4), 7
 OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, **SETTINGS}
@@ -99,6 +100,7 @@ def all_cases(rank: int, ranks: int) -> dict[str, list[Tensor]]:
     return found
 
 
+@needs_sharding_on_cpus
 @pytest.mark.slow
 def test_two_processes_are_one_on_the_whole_batch() -> None:
     model = make_model().double()

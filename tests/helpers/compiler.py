@@ -1,7 +1,8 @@
-"""What tests on the simulated device (:mod:`benchmarks.launches.device`) need beside the package: a C++ compiler.
+"""What tests on the simulated device (:mod:`benchmarks.launches.device`) need beside the package.
 
-Somebody who has just cloned the repository may have none, and everything else can be tested without; so these tests are
-skipped there, and the reason names the remedy. In ``.ci/run`` they never are: without a compiler they fail.
+They need a C++ compiler, and a torch that has all functions which the device overrides. Somebody who has just cloned
+the repository may have no compiler, and everything else can be tested without; so these tests are skipped there, and
+the reason names the remedy. In ``.ci/run`` they never are: without a compiler they fail.
 """
 
 from __future__ import annotations

@@ -41,6 +41,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.reference import Oracle, apply, averaged, backward, squared_error
 from tests.helpers.settings import EXACT, FLOAT64, OFTEN, damping_of
 from tests.helpers.training import make_model, train
+from tests.helpers.versions import needs_sharding_on_cpus
 
 PAGES = [ROOT / "README.rst", *sorted((ROOT / "docs").rglob("*.rst"))]
 EXTENDING = ROOT / "docs" / "extending.rst"
@@ -77,10 +78,12 @@ def extending() -> dict[str, Any]:
 
 def with_code(mark: str) -> list[Any]:
     """The pages that have a Python block with a mark, as parameters of a test."""
+    marked = {page: [b.code for b in blocks(page) if b.language == "python" and b.mark == mark] for page in PAGES}
+    shards = [needs_sharding_on_cpus]
     return [
-        pytest.param(page, id=page.stem)
-        for page in PAGES
-        if any(block.language == "python" and block.mark == mark for block in blocks(page))
+        pytest.param(page, id=page.stem, marks=shards if any("fully_shard(" in code for code in codes) else ())
+        for page, codes in marked.items()
+        if codes
     ]
 
 
