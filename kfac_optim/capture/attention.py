@@ -7,7 +7,7 @@ torch's own functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from types import FunctionType
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 
 from ..layers import AttentionInputLayer, AttentionLayer, ProjectionCall
 
-__all__ = ["ProjectionTap", "remove_taps"]
+__all__ = ["ProjectionTap", "remove_taps", "tap_of"]
 
 # Called with one use of a projection: index of the layer, 0, the input and the output of the projection, and the use
 # itself. Returns a replacement for the output, or None.
@@ -31,18 +31,20 @@ class ProjectionTap(TorchFunctionMode):
     Args:
         module: The module that runs.
         query: Its first input.
-        projections: The layers whose weights it applies, by index.
-        record: Called with each use.
     """
 
-    def __init__(
-        self, module: nn.Module, query: Tensor, projections: Iterable[tuple[int, AttentionLayer]], record: Record
-    ) -> None:
+    def __init__(self, module: nn.Module, query: Tensor) -> None:
         super().__init__()
-        self.projections, self.record = projections, record
+        self.module = module
+        # The layers whose weights the module applies, each with its index and what is called with each of its uses.
+        self.projections: list[tuple[Record, int, AttentionLayer]] = []
         self.examples = query.shape[0 if module.batch_first else 1] if query.dim() == 3 else 1
         self.rows_applied = 0  # how many rows of a packed weight the module has applied so far
         self.queries = 0  # how many queries each example has
+
+    def add(self, projections: Iterable[tuple[int, AttentionLayer]], record: Record) -> None:
+        """Reports to one more engine; there are several if an optimizer has a part of the module's weights only."""
+        self.projections.extend((record, index, layer) for index, layer in projections)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one function of torch; inside it this mode is off."""
@@ -53,11 +55,11 @@ class ProjectionTap(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        output = F.linear(input, weight, bias)
-        for index, layer in self.projections:
+        output, call = F.linear(input, weight, bias), None
+        for record, index, layer in self.projections:
             if layer.applies(weight):
-                call = self._call(layer, input, weight)
-                replaced = self.record(index, 0, input, output, call)
+                call = call or self._call(layer, input, weight)
+                replaced = record(index, 0, input, output, call)
                 output = output if replaced is None else replaced
         return output
 
@@ -88,6 +90,17 @@ class ProjectionTap(TorchFunctionMode):
             return _TRACEABLE_ATTENTION(*args, **kwargs)
         finally:
             _TRACED_TAPS.pop()
+
+
+def tap_of(module: nn.Module, layers: Collection[AttentionLayer]) -> ProjectionTap | None:
+    """The tap that another engine has put on this thread's stack for the call of ``module`` that begins.
+
+    One that reports to ``layers`` is of an earlier call, which was interrupted.
+    """
+    tap = _get_current_function_mode()
+    if not isinstance(tap, ProjectionTap) or tap.module is not module:
+        return None
+    return None if any(own is known for own in layers for _, _, known in tap.projections) else tap
 
 
 def remove_taps() -> None:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from ..common.stopwatch import Stopwatch
 from ..distributed import is_sharded, own_part
 from ..layers import AttentionLayer, KroneckerLayer, LinearLayer, ProjectionCall
-from .attention import ProjectionTap, remove_taps
+from .attention import ProjectionTap, remove_taps, tap_of
 from .calls import ModelCall, ModelCalls, as_plain, in_backward, own_result, when_gradient_arrives
 from .compiled import CompiledCalls
 from .fisher import Fisher
@@ -289,13 +289,16 @@ class Capture:
     # Attention ------------------------------------------------------------------------------------------------------
 
     def _on_attention_start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.compiler.is_compiling():
-            remove_taps()  # an interrupted call may have left its tap
         attention = ((i, layer) for i, layer in enumerate(self.layers) if isinstance(layer, AttentionLayer))
         projections = [(i, layer) for i, layer in attention if layer.host is module]
+        tap = tap_of(module, [layer for _, layer in projections])
+        if tap is None and not torch.compiler.is_compiling():
+            remove_taps()  # an interrupted call may have left its tap
         if torch.is_grad_enabled() and any(layer.weight.requires_grad for _, layer in projections):
-            query = args[0] if args else kwargs["query"]
-            ProjectionTap(module, query, projections, self._record).__enter__()
+            if tap is None:
+                tap = ProjectionTap(module, args[0] if args else kwargs["query"])
+                tap.__enter__()
+            tap.add(projections, self._record)
 
     def _on_attention_end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         remove_taps()

@@ -42,6 +42,44 @@ def factors_after(model: nn.Module, forward: Callable[[Tensor], Tensor], optimiz
     return factors_of(optimizer)
 
 
+def optimizers_of(model: nn.Module, names: tuple[str, ...]) -> list[KFACSGD]:
+    """One for the parameters with each of these in their names."""
+    return [
+        KFACSGD(
+            [p for name, p in model.named_parameters() if own in name],
+            model=model,
+            lr=0.1,
+            factor_update_steps=1,
+            inv_update_steps=1,
+        )
+        for own in names
+    ]
+
+
+PARTS = [("in_proj", "out_proj", "head"), ("out_proj", "in_proj", "head"), ("", "")]
+
+
+@pytest.mark.parametrize("names", PARTS)
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_several_optimizers_listen_to_one_attention(names: tuple[str, ...], compiled: bool) -> None:
+    """Each has a part of its weights, or all have all of them."""
+    model, twin = Attend(), Attend()
+    expected = factors_after(twin, twin, build(twin))
+    optimizers = optimizers_of(model, names)
+    if compiled:
+        torch._dynamo.reset()
+    call: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    call(torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(1))).square().mean().backward()
+    found: set[str] = set()
+    for optimizer in optimizers:
+        optimizer.step()
+        factors = factors_of(optimizer)
+        assert all(torch.allclose(factors[name], expected[name]) for name in factors)
+        found |= factors.keys()
+    assert found == expected.keys()
+    assert not _get_current_function_mode_stack()
+
+
 @pytest.fixture
 def paused(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], Any], Callable[[], None]], Any]]:
     """``paused(run, meanwhile)`` runs the first in a thread, and the second while that is in the midst of attention."""
@@ -136,23 +174,40 @@ def test_under_a_function_mode_of_the_users(mode: Callable[[], Any]) -> None:
     assert not isinstance(entered, Counting) or entered.calls == 1
 
 
-def test_an_interrupted_call_leaves_other_modes_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A KeyboardInterrupt skips the hooks; the next call takes off what is left, below other modes as well."""
-
+def interrupt_call(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
-    model, twin = Attend(), Attend()
-    optimizer = build(model)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(F, "scaled_dot_product_attention", interrupt)
         model(torch.randn(2, 3, 4))
+
+
+def test_an_interrupted_call_leaves_other_modes_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A KeyboardInterrupt skips the hooks; the next call takes off what is left, below other modes as well."""
+    model, twin = Attend(), Attend()
+    optimizer = build(model)
+    interrupt_call(model, monkeypatch)
     with Counting() as mode:
         factors = factors_after(model, model, optimizer)
         assert _get_current_function_mode_stack() == [mode]
     assert not _get_current_function_mode_stack()
     expected = factors_after(twin, twin, build(twin))
     assert all(torch.equal(factors[name], expected[name]) for name in expected)
+
+
+def test_an_interrupted_call_is_not_taken_for_that_of_another_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, twin = Attend(), Attend()
+    first, second = optimizers_of(model, PARTS[-1])
+    interrupt_call(model, monkeypatch)
+    expected = factors_after(twin, twin, build(twin))
+    x = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(1))
+    model(x).square().mean().backward()
+    assert not _get_current_function_mode_stack()
+    for optimizer in (first, second):
+        optimizer.step()
+        factors = factors_of(optimizer)
+        assert all(torch.equal(factors[name], expected[name]) for name in expected)
 
 
 def test_somebody_else_wraps_torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
