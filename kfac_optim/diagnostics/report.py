@@ -184,7 +184,7 @@ def overview(engine: Staged) -> str:
     if stages.blocks:  # else there is nothing to turn or stretch
         title += f", trust {plan.trust:.1f}" if plan.learns else ""
         if plan.stretches:
-            title += f", reach up to {largest:.2g}" if largest > LEAST_REACH else ", not stretched"
+            title += f", reach up to {largest:.2g}" if largest > LEAST_REACH else ", reach at its least"
     if stages.closed:
         title += ", closed: steps are the base class's own"
     elif stages.is_opposed:
