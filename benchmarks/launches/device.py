@@ -26,7 +26,7 @@ def obstacle() -> str:
     if not shutil.which("g++"):
         return f"the simulated device ({SOURCE.name}) is compiled by g++: install it"
     hooks = folder_of_torch() / "include" / "ATen" / "detail" / "CUDAHooksInterface.h"
-    if NEWEST not in hooks.read_text():
+    if not hooks.is_file() or NEWEST not in hooks.read_text():
         version = importlib.metadata.version("torch")
         return f"the simulated device ({SOURCE.name}) needs headers of a newer torch than {version}: install one"
     return ""

@@ -41,6 +41,7 @@ class ProjectionTap(TorchFunctionMode):
         self.examples = query.shape[0 if module.batch_first else 1] if query.dim() == 3 else 1
         self.rows_applied = 0  # how many rows of a packed weight the module has applied so far
         self.queries = 0  # how many queries each example has
+        self.has_begun = False  # whether the call has got as far as torch's function
 
     def add(self, projections: Iterable[tuple[int, AttentionLayer]], record: Record) -> None:
         """Reports to one more engine; there are several if an optimizer has a part of the module's weights only."""
@@ -78,6 +79,7 @@ class ProjectionTap(TorchFunctionMode):
         A mode is off inside the function that it runs, and that function hands itself to every mode that is on. So a
         copy of its code runs instead, which looks ``linear`` up elsewhere.
         """
+        self.has_begun = True
         if not torch.compiler.is_compiling():
             functions = _functions_with(self._linear)
             try:
@@ -95,10 +97,10 @@ class ProjectionTap(TorchFunctionMode):
 def tap_of(module: nn.Module, layers: Collection[AttentionLayer]) -> ProjectionTap | None:
     """The tap that another engine has put on this thread's stack for the call of ``module`` that begins.
 
-    One that reports to ``layers`` is of an earlier call, which was interrupted.
+    One that has begun, or reports to ``layers`` already, is of an earlier call, which was interrupted.
     """
     tap = _get_current_function_mode()
-    if not isinstance(tap, ProjectionTap) or tap.module is not module:
+    if not isinstance(tap, ProjectionTap) or tap.module is not module or tap.has_begun:
         return None
     return None if any(own is known for own in layers for _, _, known in tap.projections) else tap
 

@@ -110,10 +110,11 @@ class SampledBackward:
         # Nothing can be drawn from NaNs. They are passed on to the moments, so that these do not count.
         finite = self.fisher.can_sample(parameters)
         target = self.fisher.sample_gradient(torch.where(finite, parameters, 0.0), generator)
-        if target.shape != parameters.shape:  # it would be broadcast
+        if getattr(target, "shape", None) != parameters.shape:  # torch would not say which method has returned it
+            returned = f"a tensor of shape {list(target.shape)}" if isinstance(target, Tensor) else repr(target)
             raise ValueError(
-                f"{type(self.fisher).__name__}.sample_gradient(output, generator) returned a tensor of shape "
-                f"{list(target.shape)}: must be of the output's shape, {list(parameters.shape)}"
+                f"{type(self.fisher).__name__}.sample_gradient(output, generator) returned {returned}: must be a "
+                f"tensor of the output's shape, {list(parameters.shape)}"
             )
         return torch.where(finite, target, torch.nan).to(logits.dtype)
 

@@ -49,7 +49,7 @@ class Stretched:
 
 @dataclass(frozen=True)
 class Lessons:
-    """Feedback on the last step; :class:`Readings` reads all tensors in it, which accelerators have computed.
+    """Feedback on the last step. :class:`Readings` reads those fields, and those of ``stretched``, that are tensors.
 
     Attributes:
         largest: The largest absolute entry of the gradients; None: not yet known.

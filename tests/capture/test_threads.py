@@ -198,9 +198,9 @@ def test_an_interrupted_call_leaves_other_modes_in_place(monkeypatch: pytest.Mon
 
 def test_an_interrupted_call_is_not_taken_for_that_of_another_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     model, twin = Attend(), Attend()
+    expected = factors_after(twin, twin, build(twin))
     first, second = optimizers_of(model, PARTS[-1])
     interrupt_call(model, monkeypatch)
-    expected = factors_after(twin, twin, build(twin))
     x = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(1))
     model(x).square().mean().backward()
     assert not _get_current_function_mode_stack()
@@ -208,6 +208,26 @@ def test_an_interrupted_call_is_not_taken_for_that_of_another_optimizer(monkeypa
         optimizer.step()
         factors = factors_of(optimizer)
         assert all(torch.equal(factors[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("names", PARTS[:2])
+def test_an_interrupted_call_is_not_joined_by_an_optimizer_that_had_no_part_in_it(
+    names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, twin = Attend(), Attend()
+    expected = factors_after(twin, twin, build(twin))
+    optimizers = optimizers_of(model, names)
+    frozen = [p for name, p in model.named_parameters() if "in_proj" in name]
+    for p in frozen:
+        p.requires_grad_(False)
+    interrupt_call(model, monkeypatch)
+    for p in frozen:
+        p.requires_grad_(True)
+    model(torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(1))).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        factors = factors_of(optimizer)
+        assert all(torch.allclose(factors[name], expected[name]) for name in factors)
 
 
 def test_somebody_else_wraps_torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:

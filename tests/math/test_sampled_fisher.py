@@ -349,7 +349,7 @@ def test_a_distribution_of_the_users_finds_its_output_in_the_models() -> None:
 
 
 class OfWrongShape(Laplace):
-    """A distribution whose gradient would be broadcast to the examples."""
+    """A distribution whose gradient has the shape of a single example."""
 
     def sample_gradient(self, output: Tensor, generator: torch.Generator) -> Tensor:
         return super().sample_gradient(output, generator).sum(0)
