@@ -131,7 +131,7 @@ class Block:
 
     @property
     def reach_fell(self) -> bool:
-        """Whether the loss has ever ceased to fall along one of its stretches; until then the reach rises faster."""
+        """Whether the loss has ever ceased to fall along one of its stretches; see :mod:`~.reach`."""
         return bool(self.state) and bool(self.state["current"]["fell"])
 
     def set_reach(self, value: float, *, fell: bool | None = None) -> None:

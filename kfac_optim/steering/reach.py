@@ -18,8 +18,10 @@ Each layer has a reach of its own, which starts low. If the loss still falls alo
 
     slope = <g', stretch> / <g, stretch> > 0,    g = m / (the weight of all gradients in m)
 
-a longer stretch would have been better, and reach rises by a tenth of itself; else it falls. It falls by much more
-where the next gradient g' has turned round: a stretch that was far too long has met a wall.
+a longer stretch would have been better, and reach rises by a tenth of itself; else it falls. A slope below -1 says that
+the stretch was more than twice as long as the best one: it has met a wall, and reach falls by much more. So it does,
+once it has fallen, at slopes above 2: they are as far from 1/2, and only noise makes them so large. Where single
+gradients say so little, steps along flat directions should be short.
 
 Before its first fall, a reach is only known to be too small, and the less the slope has changed, the further it may be
 from where the loss ceases to fall. So until then it rises by more where the slope is above a half, by four tenths where
@@ -49,7 +51,7 @@ __all__ = ["LEAST_REACH", "RateHistory", "learn_reaches", "lower_reaches", "stre
 LEAST_REACH, _MOST = 3e-4, 3.0  # at the least reach a stretch is too small to notice
 _GROWTH = 1.1  # in a step, reach is multiplied by this factor or divided by it
 _FIRST_GROWTH = 1.4  # what it is multiplied by where the slope has not changed, before its first fall
-_TURNED, _FALL = 0.3, 30.0  # at a slope below minus the first, reach is divided by more than _GROWTH, up to the second
+_FALL = 30.0  # at a slope below -1 or above 2, reach is divided by more than _GROWTH, up to this
 _JUMP = 2.0  # a rate that rises by more than this factor from one step to the next has jumped: this is no warm-up
 
 
@@ -81,7 +83,8 @@ def learn_reaches(
             after, before = after + of_p[0], before + of_p[1]
         if before > 0 and (not undone or block.is_constrained or undone.isdisjoint(block.layer.parameters)):
             slope, fell = after / before, block.reach_fell
-            block.set_reach(_moved(block.reach, slope, slowly=fell or warms_up), fell=fell or not slope > 0)
+            reach = _moved(block.reach, slope, fell=fell, warms_up=warms_up)
+            block.set_reach(reach, fell=fell or not slope > 0)
             too_long.update(() if after > 0 else block.layer.parameters)  # also if ``after`` is NaN
     return too_long
 
@@ -118,18 +121,20 @@ class RateHistory(Counted):
         return rate / last if rate > last * (1.0 if self.fell else _JUMP) else 1.0
 
 
-def _moved(reach: float, slope: float, *, slowly: bool) -> float:
+def _moved(reach: float, slope: float, *, fell: bool, warms_up: bool) -> float:
     """The next reach.
 
     Args:
         reach: The reach.
         slope: The loss's slope along the last stretch, divided by that before the step.
-        slowly: Whether it rises by no more than it falls.
+        fell: Whether the slope has ever been negative.
+        warms_up: Whether the learning rate rises.
     """
-    if slope > 0:
-        unchanged = 0.0 if slowly else min(1.0, max(0.0, 2 * slope - 1))
+    excess = max(-slope, slope - 1)  # above 1 outside of -1 to 2
+    if slope > 0 and not (fell and excess > 1):
+        unchanged = 0.0 if fell or warms_up else min(1.0, max(0.0, 2 * slope - 1))
         return min(_MOST, reach * _GROWTH * (_FIRST_GROWTH / _GROWTH) ** unchanged)
-    fall = max(1.0, min((slope / _TURNED) ** 2, _FALL / _GROWTH)) if math.isfinite(slope) else _FALL / _GROWTH
+    fall = max(1.0, min(excess**2, _FALL / _GROWTH)) if math.isfinite(slope) else _FALL / _GROWTH
     return max(LEAST_REACH, reach / (_GROWTH * fall))
 
 

@@ -85,12 +85,14 @@ class Stretched:
         }
         for layer, slope in slopes.items():
             share = slope / self.descent[layer]
-            if share > 0:
+            excess = abs(share - 0.5) - 0.5
+            if share > 0 and (layer not in self.fell or excess <= 1):
                 faster = 0.0 if layer in self.fell else min(max(2 * share - 1, 0.0), 1.0)
                 self.reach[layer] = min(3.0, self.reach[layer] * 1.1 ** (1 - faster) * 1.4**faster)
             else:
                 self.fell.add(layer)
-                self.reach[layer] = max(3e-4, self.reach[layer] / max(1.1, min(30.0, 1.1 * (share / 0.3) ** 2)))
+                self.reach[layer] = max(3e-4, self.reach[layer] / max(1.1, min(30.0, 1.1 * excess**2)))
+            if share <= 0:
                 self.stretch = {name: s for name, s in self.stretch.items() if not name.startswith(f"{layer}.")}
 
     def look(self, gradients: dict[str, Tensor], before: dict[str, Tensor]) -> None:
@@ -304,10 +306,27 @@ def learned(slope: float, descent: float, times: int = 1) -> tuple[float, bool]:
 
 
 def test_reach_falls_by_as_much_as_the_gradient_has_turned_round() -> None:
-    for slope, expected in [(0.5, 1.1), (1e-9, 1.1), (-0.1, 1 / 1.1), (-0.3, 1 / 1.1), (-0.6, 1 / 4.4), (-9.0, 1 / 30)]:
+    for slope, expected in [(0.5, 1.1), (1e-9, 1.1), (-0.1, 1 / 1.1), (-1.0, 1 / 1.1), (-2.0, 1 / 4.4), (-9.0, 1 / 30)]:
         assert learned(2 * slope, 2.0) == (pytest.approx(0.01 * expected), slope <= 0)
     assert learned(1.0, 1.0, 200) == (3.0, False)
     assert learned(-1.0, 1.0, 200) == (3e-4, True)
+
+
+def test_after_its_first_fall_reach_falls_where_a_slope_is_noise() -> None:
+    """By as much as where the gradient has turned round as far; the stretch is not too long, and may be repeated."""
+    optimizer, weight = stepped()
+    block = optimizer.curvature.stages.blocks[1]
+    for slope, expected in [
+        (-0.1, 1 / 1.1),
+        (1.5, 1.1),
+        (2.0, 1.1),
+        (3.0, 1 / 4.4),
+        (10.0, 1 / 30),
+        (math.inf, 1 / 30),
+    ]:
+        block.set_reach(0.1)
+        too_long = reach.learn_reaches([block], {weight: (slope, 1.0)})
+        assert (block.reach, bool(too_long)) == (pytest.approx(0.1 * expected), slope <= 0)
 
 
 def test_before_its_first_fall_reach_rises_faster_where_the_slope_has_hardly_changed() -> None:
