@@ -23,7 +23,7 @@ Where to look::
     attention.py       projections that are applied without calling a module
     signs.py           signs of networks that train against each other
     weight_uses.py     weights that are used outside the calls of their modules
-    graphs.py          reads autograd's graph
+    autograd.py        the graph behind a tensor, the pass in progress, gradients that arrive
     replay.py          repeats the calls of a model at other weights
     copies.py          copies and pickles of a watched model, without the hooks
 """

@@ -15,23 +15,15 @@ If the code of a model is traced for a compiled graph, a call goes through these
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-__all__ = [
-    "CONCURRENT",
-    "ModelCall",
-    "ModelCalls",
-    "as_plain",
-    "in_backward",
-    "is_wrapped",
-    "own_result",
-    "when_gradient_arrives",
-]
+from .autograd import in_backward
+
+__all__ = ["CONCURRENT", "ModelCall", "ModelCalls"]
 
 CONCURRENT = (
     "two threads are in forward or backward passes of one model at the same time, and its statistics can't tell them "
@@ -39,8 +31,6 @@ CONCURRENT = (
     "model (copy.deepcopy) and an optimizer of its own, or use processes (DistributedDataParallel instead of "
     "DataParallel). If a pass of another thread was interrupted, call zero_grad() of the optimizer first"
 )
-
-_COPIED = "ToCopyBackward0"  # the node of a tensor that is a copy in another precision
 
 
 @dataclass(eq=False)
@@ -162,71 +152,3 @@ class ModelCalls:
     def forget_last(self) -> None:
         """Forgets the last call, because the step is over."""
         self.last = None
-
-
-def as_plain(tensor: Tensor) -> Tensor:
-    """The same numbers without the methods of a subclass (images, labelled tensors), which may refuse to be reshaped.
-
-    Tensors that store their numbers in another way define ``__torch_dispatch__``, and stay as they are.
-    """
-    if type(tensor) is Tensor or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return tensor
-    with torch._C.DisableTorchFunctionSubclass():
-        return Tensor.as_subclass(tensor, Tensor)
-
-
-def is_wrapped(g: Tensor) -> bool:
-    """Whether a gradient is of several passes at once (``is_grads_batched=True``), or of one inside ``torch.func``."""
-    functorch = torch._C._functorch
-    return bool(functorch.is_functorch_wrapped_tensor(g) or functorch.is_legacy_batchedtensor(g))
-
-
-def own_result(output: Tensor) -> Tensor:
-    """The tensor that a layer has computed: its output, or the tensor of which the output is a reshaped view.
-
-    ``F.linear`` with a bias returns a view of a matrix for inputs of three and more dimensions. If a view is changed in
-    place, by ``ReLU(inplace=True)`` say, autograd replaces its node, and the old one never runs; the matrix's does.
-    """
-    result = None if output.is_nested or not output._is_view() else output._base
-    if result is None or result.grad_fn is None or result.numel() != output.numel() or result.dtype != output.dtype:
-        return output
-    return result if result.is_contiguous() and output.is_contiguous() else output
-
-
-def in_backward() -> bool:
-    """Whether a backward pass is running; while a graph is traced, none is."""
-    return not torch.compiler.is_compiling() and bool(torch._C._current_graph_task_id() != -1)
-
-
-def when_gradient_arrives(output: Tensor, take: Callable[[Tensor], None], *, of_loss: bool = False) -> None:
-    """Calls ``take`` with the gradient of a tensor: once, or as often as the graph is kept for another backward pass.
-
-    It gets what the operation that made the tensor gets, after all hooks that the user may put on the tensor later.
-    These may change the gradient (those that clip it in a recurrent loop), and the weight's gradient is made of the
-    changed one. A training loop holds its last loss, and with it the graph and its hooks, until the next forward pass
-    has ended; so ``take`` is released at once.
-
-    Args:
-        output: A tensor of the graph.
-        take: Called with the gradient.
-        of_loss: Whether to go back to the tensor that ``output`` is a copy of in another precision. Accelerate's mixed
-            precision returns a float32 copy of the model's output, whereas a model that also returns its loss has
-            computed that from the original.
-    """
-    node: Any = output.grad_fn
-    number = output.output_nr
-    if node is None:
-        node = torch.autograd.graph.get_gradient_edge(output).node
-    while of_loss and node.name() == _COPIED:
-        node, number = node.next_functions[0]
-    waiting = [take]
-
-    def on_gradients(gradients: tuple[Tensor | None, ...]) -> None:
-        g = gradients[number]
-        if g is None or not waiting:
-            return
-        waiting[0](g)
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
-            waiting.clear()
-
-    node.register_prehook(on_gradients)

@@ -27,7 +27,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..layers import ProjectionCall
-from .calls import CONCURRENT, ModelCall, ModelCalls, in_backward
+from .autograd import in_backward
+from .calls import CONCURRENT, ModelCall, ModelCalls
 from .microbatch import BackwardPasses
 
 __all__ = ["CompiledCalls"]

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..distributed import gathered_weight, gradient_moves_away, is_sharded, own_part
 from ..layers import KroneckerLayer
-from .graphs import nodes_behind
+from .autograd import nodes_behind
 
 __all__ = ["GradientWatch", "destination", "is_used_itself"]
 

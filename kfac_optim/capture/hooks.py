@@ -31,7 +31,8 @@ from ..common.stopwatch import Stopwatch
 from ..distributed import is_sharded, own_part
 from ..layers import AttentionLayer, KroneckerLayer, LinearLayer, ProjectionCall
 from .attention import ProjectionTap, remove_taps, tap_of
-from .calls import ModelCall, ModelCalls, as_plain, in_backward, own_result, when_gradient_arrives
+from .autograd import as_plain, in_backward, own_result, when_gradient_arrives
+from .calls import ModelCall, ModelCalls
 from .compiled import CompiledCalls
 from .fisher import Fisher
 from .hook_objects import FirstHook, Hook, Hooks

@@ -28,7 +28,8 @@ from torch._compile import _disable_dynamo
 from ..common.precision import full_precision
 from ..common.stopwatch import Stopwatch
 from ..layers import AttentionInputLayer, KroneckerLayer, Observation, ProjectionCall
-from .calls import CONCURRENT, ModelCall, as_plain, in_backward, is_wrapped
+from .autograd import as_plain, in_backward, is_wrapped
+from .calls import CONCURRENT, ModelCall
 from .gradients import GradientWatch, destination
 from .statistics import MicroBatch, StepStatistics, TakenStatistics
 
@@ -45,7 +46,7 @@ class LayerCall:
     """One call of a layer, whose output gradient is awaited: the layer's index, the module and its observation.
 
     ``fraction`` is the share of the examples in the observation. ``shape`` is that of the output, with dimensions for
-    examples and positions, which the gradient may lack (:func:`~.calls.own_result`); None for nested tensors.
+    examples and positions, which the gradient may lack (:func:`~.autograd.own_result`); None for nested tensors.
     """
 
     index: int

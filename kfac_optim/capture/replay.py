@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ..layers import KroneckerLayer, spread_examples
-from .calls import in_backward, when_gradient_arrives
+from .autograd import in_backward, when_gradient_arrives
 from .fisher import Fisher
 from .gradients import GradientWatch, destination
 from .hook_objects import Hook, Hooks

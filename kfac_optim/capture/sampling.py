@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ..common.user_warning import warn_user
-from .calls import ModelCall, as_plain, in_backward, is_wrapped, when_gradient_arrives
+from .autograd import as_plain, in_backward, is_wrapped, when_gradient_arrives
+from .calls import ModelCall
 from .fisher import Fisher
 from .gradients import destination
 from .microbatch import BackwardPasses, LayerCall

@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..layers import KroneckerLayer
-from .graphs import leaves_of, nodes_reached
+from .autograd import leaves_of, nodes_reached
 from .microbatch import BackwardPasses
 
 __all__ = ["GameSigns", "Leftover"]

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from ..common.user_warning import warn_user
 from ..layers import KroneckerLayer
+from .autograd import Edge, leaves_of, nodes_behind, nodes_reached
 from .gradients import is_used_itself
-from .graphs import Edge, leaves_of, nodes_behind, nodes_reached
 from .loss_terms import tensors_in
 
 __all__ = ["WeightUses"]
