@@ -20,11 +20,17 @@ __all__ = ["FirstHook", "Hook", "Hooks"]
 
 
 class Hook:
-    """Calls a method of its owner, a capture or a replay; in copies and pickles it does nothing."""
+    """Calls a method of a capture or a replay while that is enabled; in copies and pickles it does nothing.
 
-    def __init__(self, owner: Any, method: str = "", *args: Any) -> None:
-        self.owner = weakref.ref(owner) if owner is not None else None
-        self.method, self.args = method, args
+    Args:
+        method: The method, bound to its owner; None in copies and pickles.
+        *args: The method's first arguments; those of the hook follow.
+    """
+
+    def __init__(self, method: Any, *args: Any) -> None:
+        self.owner = None if method is None else weakref.ref(method.__self__)
+        self.function: Any = getattr(method, "__func__", None)
+        self.args = args
         self.module: Callable[[], Any] | None = None
 
     def of(self, module: nn.Module) -> Hook:
@@ -40,7 +46,7 @@ class Hook:
             if getattr(args[0], "_is_replica", False) and torch.is_grad_enabled():  # nn.DataParallel on several GPUs
                 raise RuntimeError(CONCURRENT)
             return None
-        return getattr(owner, self.method)(*self.args, *args)
+        return self.function(owner, *self.args, *args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Hook, (None,)
@@ -59,13 +65,21 @@ class Hook:
 
 
 class FirstHook(Hook):
-    """The first hook of a module, which in every step also refuses CUDA graph capture and looks for frozen layers."""
+    """The first hook of a module, which looks at calls with gradients in steps without statistics, too.
+
+    It refuses CUDA graphs that are being recorded. ``in_every_step``: another method of the owner, for such calls.
+    """
+
+    def __init__(self, method: Any, *args: Any, in_every_step: Any = None) -> None:
+        super().__init__(method, *args)
+        self.in_every_step = getattr(in_every_step, "__func__", None)
 
     def __call__(self, *args: Any) -> Any:
         if self.owner is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             refuse_cuda_graphs()
-            if self.method == "_on_layer_call" and (capture := self.owner()) is not None:
-                capture.signs.note_call(capture.layers[self.args[0]], *args[1:3])
+            here = self.module is not None and self.module() is args[0]
+            if here and self.in_every_step is not None and (owner := self.owner()) is not None:
+                self.in_every_step(owner, *self.args, *args)
         return super().__call__(*args)
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ class Capture:
         signs: GameSigns,
     ) -> None:
         self.layers = list(layers)
-        self.signs, self._loss_terms = signs, loss_terms
+        self._signs, self._loss_terms = signs, loss_terms
         self._left_out: Collection[int] = ()
         self._calls, self._uses = ModelCalls(), WeightUses(self.layers)
         self._recorder = Recorder(self.layers, dtype, stopwatch)
@@ -151,35 +151,28 @@ class Capture:
 
     def _attach(self, roots: Iterable[nn.Module]) -> None:
         """Hooks every layer, and every module that contains one, as any of them may be the outermost call."""
-        called: dict[nn.Module, list[tuple[int, int]]] = {}  # a module may have several layers
+        uses: dict[nn.Module, list[tuple[int, int]]] = {}  # a module may have several layers
         for index, layer in enumerate(self.layers):
             for number, module in enumerate(layer.modules if layer.host is None else ()):
-                called.setdefault(module, []).append((index, number))
+                uses.setdefault(module, []).append((index, number))
         hosts = {layer.host for layer in self.layers if layer.host is not None}
-        watched = set(called) | hosts
-        containers: dict[nn.Module, None] = {}
-        for root in roots:
-            for module in root.modules():
-                # torch.compile(part) wraps the part: only the part is hooked, as dynamo takes the two for one module.
-                if "_orig_mod" not in module._modules and any(child in watched for child in module.modules()):
-                    containers[module] = None
-        for module in containers:
+        for module in _containing({*uses, *hosts}, roots):
             self._hooks.leave_behind(module)
-            if module in called:
-                # Runs first, because other hooks may change the output. Only the hooks of tensor parallelism run
-                # before it, since they turn DTensors into local tensors.
-                uses = called[module]
-                first = not self.layers[uses[0][0]].is_shard
-                if len(uses) == 1 and not list(module.children()):  # one hook: three can take as long as a small layer
-                    self._hooks.after(module, FirstHook(self, "_on_layer_call", *uses[0]), first=first)
-                    continue
-                for use in uses:
-                    self._hooks.after(module, Hook(self, "_record_input", *use), first=first)
-            self._hooks.before(module, FirstHook(self, "_on_model_call_start"), first=True)
+            own = uses.get(module, [])
+            # Those of layers run first, because other hooks may change the output. Only the hooks of tensor parallelism
+            # run before them, since they turn DTensors into local tensors.
+            first = not (own and self.layers[own[0][0]].is_shard)
+            if len(own) == 1 and not list(module.children()):  # one hook: three can take as long as a small layer
+                hook = FirstHook(self._on_layer_call, *own[0], in_every_step=self._note_use)
+                self._hooks.after(module, hook, first=first)
+                continue
+            for use in own:
+                self._hooks.after(module, Hook(self._record_input, *use), first=first)
+            self._hooks.before(module, FirstHook(self._on_model_call_start), first=True)
             if module in hosts:
-                self._hooks.before(module, Hook(self, "_on_attention_start"))
-                self._hooks.after(module, Hook(self, "_on_attention_end"), always_call=True)
-            self._hooks.after(module, Hook(self, "_on_model_call_end"), always_call=True)
+                self._hooks.before(module, Hook(self._on_attention_start))
+                self._hooks.after(module, Hook(self._on_attention_end), always_call=True)
+            self._hooks.after(module, Hook(self._on_model_call_end), always_call=True)
 
     # Model calls ----------------------------------------------------------------------------------------------------
 
@@ -236,6 +229,11 @@ class Capture:
         replaced = self._record_input(index, use, module, args, kwargs, output)
         self._on_model_call_end(module, args, kwargs, output if replaced is None else replaced)
         return replaced
+
+    def _note_use(
+        self, index: int, use: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        self._signs.note_call(self.layers[index], args, kwargs)
 
     def _record_input(
         self, index: int, use: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -303,6 +301,14 @@ class Capture:
 
     def _on_attention_end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         remove_taps()
+
+
+def _containing(watched: Set[nn.Module], roots: Iterable[nn.Module]) -> Iterable[nn.Module]:
+    """The modules in ``roots`` that are watched or have one that is inside, each once."""
+    every = dict.fromkeys(module for root in roots for module in root.modules())
+    # torch.compile(part) wraps the part: only the part is hooked, as dynamo takes the two for one module.
+    unwrapped = [module for module in every if "_orig_mod" not in module._modules]
+    return [module for module in unwrapped if any(child in watched for child in module.modules())]
 
 
 def _dense(layer: KroneckerLayer, a: Tensor) -> Tensor | None:

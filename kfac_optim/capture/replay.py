@@ -140,8 +140,8 @@ class Replay:
         self._task = -1  # the number of the last backward pass that has reached an output
         self._hooks = Hooks(self)
         self._hooks.leave_behind(module)
-        self._hooks.before(module, Hook(self, "_on_call"), first=True)
-        self._hooks.after(module, Hook(self, "_on_return"), always_call=True)
+        self._hooks.before(module, Hook(self._on_call), first=True)
+        self._hooks.after(module, Hook(self._on_return), always_call=True)
 
     def close(self) -> None:
         """Removes the hooks."""
