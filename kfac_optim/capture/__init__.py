@@ -14,7 +14,8 @@ Where to look::
     hook_objects.py    the hooks as objects, and how they get to their places
     compiled.py        compiled models: the operators that replace the hooks, and the order in which graphs run them
     calls.py           which call of the model is in progress, and which one a layer's call belongs to
-    microbatch.py      layer calls -> moments -> micro-batches
+    recorder.py        the inputs and output gradients of layer calls -> moments
+    microbatch.py      the moments of a backward pass -> a micro-batch
     statistics.py      micro-batches -> the statistics of a step
     gradients.py       which backward passes count: those whose gradient is in ``.grad`` at the step
     sampling.py        the sampled Fisher's own backward pass, whose moments wait for the user's

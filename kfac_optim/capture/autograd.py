@@ -12,7 +12,7 @@ __all__ = [
     "Edge",
     "as_plain",
     "in_backward",
-    "is_wrapped",
+    "is_of_loss",
     "leaves_of",
     "nodes_behind",
     "nodes_reached",
@@ -87,10 +87,15 @@ def as_plain(tensor: Tensor) -> Tensor:
         return Tensor.as_subclass(tensor, Tensor)
 
 
-def is_wrapped(g: Tensor) -> bool:
-    """Whether a gradient is of several passes at once (``is_grads_batched=True``), or of one inside ``torch.func``."""
+def is_of_loss(g: Tensor) -> bool:
+    """Whether a gradient may be that of the loss, rather than a derivative in it.
+
+    ``create_graph=True`` enables gradients: this is a gradient penalty or a higher derivative. Nor is it one of several
+    passes at once (``is_grads_batched=True``), or of a pass inside ``torch.func``.
+    """
     functorch = torch._C._functorch
-    return bool(functorch.is_functorch_wrapped_tensor(g) or functorch.is_legacy_batchedtensor(g))
+    is_wrapped = functorch.is_functorch_wrapped_tensor(g) or functorch.is_legacy_batchedtensor(g)
+    return not (torch.is_grad_enabled() or is_wrapped)
 
 
 def nodes_behind(node: Any) -> list[tuple[int, Any]]:

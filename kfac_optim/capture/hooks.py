@@ -37,7 +37,8 @@ from .compiled import CompiledCalls
 from .fisher import Fisher
 from .hook_objects import FirstHook, Hook, Hooks
 from .loss_terms import LossTerms, main_tensor
-from .microbatch import BackwardPasses, Recorder, positions_of
+from .microbatch import BackwardPasses
+from .recorder import Recorder, positions_of
 from .sampling import SampledBackward
 from .signs import GameSigns
 from .statistics import TakenStatistics

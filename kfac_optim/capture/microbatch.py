@@ -1,4 +1,4 @@
-"""Micro-batches: from the inputs and output gradients of layers to the moments of a backward pass.
+"""Micro-batches: the moments of layers, added up over a backward pass.
 
 A micro-batch is one backward pass. Its states::
 
@@ -15,25 +15,24 @@ A micro-batch is one backward pass. Its states::
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from ..common.precision import full_precision
-from ..common.stopwatch import Stopwatch
-from ..layers import AttentionInputLayer, KroneckerLayer, Observation, ProjectionCall
-from .autograd import as_plain, in_backward, is_wrapped
+from .autograd import in_backward, is_of_loss
 from .calls import CONCURRENT, ModelCall
 from .gradients import GradientWatch, destination
-from .statistics import MicroBatch, StepStatistics, TakenStatistics
+from .recorder import LayerCall, Recorder
+from .statistics import Counts, Moments, StepStatistics, TakenStatistics
 
-__all__ = ["BackwardPasses", "LayerCall", "Recorder", "positions_of"]
+__all__ = ["BackwardPasses", "MicroBatch"]
 
 _COMPILED = (
     "gradients can't be watched under compiled autograd: call backward() without it "
@@ -41,139 +40,49 @@ _COMPILED = (
 )
 
 
-@dataclass(eq=False)
-class LayerCall:
-    """One call of a layer, whose output gradient is awaited: the layer's index, the module and its observation.
-
-    ``fraction`` is the share of the examples in the observation. ``shape`` is that of the output, with dimensions for
-    examples and positions, which the gradient may lack (:func:`~.autograd.own_result`); None for nested tensors.
-    """
-
-    index: int
-    module: nn.Module
-    observation: Observation
-    fraction: float
-    shape: Sequence[int] | None
-
-
-def positions_of(nested: Tensor) -> Tensor:
-    """The positions of examples of different lengths, one after the other, ``[positions, d]``."""
-    if nested.layout is torch.jagged:
-        return nested.values()
-    return torch.cat([example.reshape(-1, example.shape[-1]) for example in nested.unbind()])
-
-
-class Recorder:
-    """Turns the input and the output gradient of a layer's call into packed second moments.
-
-    Args:
-        layers: The layers.
-        dtype: Precision of the moments.
-        stopwatch: Where the time is noted.
+@dataclass
+class MicroBatch:
+    """One backward pass in progress.
 
     Attributes:
-        enabled: Whether the step collects statistics.
+        sums: Packed raw sums by layer index.
+        rows: The number of rows in A, by layer index.
+        by_example: For layers that pool their calls by example, the sums over calls of ``a``, ``count`` and output
+            gradients, by layer index and number of examples.
+        calls: The model calls that the backward pass has reached.
+        task: The number of the backward pass.
+        to_caller: Whether it returns the gradients (``torch.autograd.grad``) instead of adding them to ``.grad``.
     """
 
-    def __init__(self, layers: Sequence[KroneckerLayer], dtype: torch.dtype, stopwatch: Stopwatch) -> None:
-        self.layers, self.dtype, self.stopwatch = layers, dtype, stopwatch
-        self.enabled, self._fraction = False, 1.0
-        self._grad_scaler: torch.amp.GradScaler | None = None
-
-    def prepare(self, *, enabled: bool, fraction: float, grad_scaler: torch.amp.GradScaler | None) -> None:
-        """Sets what the coming step records: see :meth:`~kfac_optim.capture.hooks.Capture.prepare`."""
-        self.enabled, self._fraction, self._grad_scaler = enabled, fraction, grad_scaler
+    sums: dict[int, Moments] = field(default_factory=dict)
+    rows: dict[int, float] = field(default_factory=dict)
+    by_example: dict[tuple[int, int], tuple[Tensor, Any, Tensor]] = field(default_factory=dict)
+    calls: set[ModelCall] = field(default_factory=set)
+    task: int = -1
+    to_caller: bool = False
 
     @property
-    def has_scaler(self) -> bool:
-        """Whether a grad scaler is set, even if it is disabled."""
-        return self._grad_scaler is not None
+    def counts(self) -> Counts:
+        """What is counted of it, once the pass has ended."""
+        return Counts(max((call.terms for call in self.calls), default=1), self.rows)
 
-    def loss_scale(self, device: torch.device) -> Tensor:
-        """The current loss scale, without waiting for the device; 1 if no scaler is in use."""
-        scaler = self._grad_scaler
-        scale = scaler._get_scale_async() if scaler is not None and scaler.is_enabled() else None
-        return torch.ones((), device=device) if scale is None else scale.to(device)
+    def note_caller(self) -> None:
+        """Notes that the pass returns the gradients to its caller."""
+        self.to_caller = True
 
-    def observe(
-        self,
-        index: int,
-        use: int,
-        a: Tensor,
-        output: Tensor,
-        projection: ProjectionCall | None,
-    ) -> LayerCall:
-        """Notes a call of a layer, and takes the moment of its input at once.
+    def add(self, layer: int, a: Tensor, count: float, g: Tensor) -> None:
+        """Adds one layer call; the calls in a backward pass add their rows."""
+        if layer in self.sums:  # not in place, because the tensors may be used elsewhere
+            a, g = self.sums[layer][0] + a, self.sums[layer][1] + g
+        self.sums[layer] = a, g
+        self.rows[layer] = self.rows.get(layer, 0.0) + count
 
-        Args:
-            index: The layer's index.
-            use: The module's index among those that share the layer's weight.
-            a: The input.
-            output: The output.
-            projection: The use of a projection of attention; None if a module was called.
-        """
-        layer = self.layers[index]
-        module = layer.modules[use]
-        shape: Sequence[int] | None = None if output.is_nested else output.shape
-        with self.stopwatch.stage("factor computation"), full_precision(a.device.type):
-            if projection is not None:  # the output projection is applied to a matrix
-                a = a.reshape(-1, projection.examples, a.shape[-1])
-                shape = (-1, projection.examples, output.shape[-1])
-            seen = layer.subsample(module, a, self._fraction)
-            observation = layer.observe(module, seen, output, self.dtype)
-            if isinstance(layer, AttentionInputLayer) and projection is not None:
-                observation = layer.among_pairs(observation, projection, len(seen))
-            if not layer.by_example:
-                observation = replace(observation, a=layer.specs[0].pack(observation.a))
-        return LayerCall(index, module, observation, self._fraction, shape)
-
-    def output_moment(self, call: LayerCall, g: Tensor, *, scaled: bool) -> Tensor:
-        """The packed moment of one call's output gradient; ``scaled``: the gradient carries the loss scale.
-
-        For layers with ``by_example`` it returns rows ``[n, p, d_out]``, from which :meth:`pool` makes a moment when
-        the pass ends.
-        """
-        layer, g = self.layers[call.index], as_plain(g)
-        with self.stopwatch.stage("factor computation"), full_precision(g.device.type):
-            if call.shape is None:
-                g = positions_of(g)
-            elif g.shape != call.shape:
-                g = g.reshape(call.shape)
-            seen = layer.subsample(call.module, g.detach(), call.fraction)
-            scaled, part = scaled and self.has_scaler, seen.numel() < g.numel()
-            seen = seen.to(self.dtype) if scaled or part else layer.multiplicand(seen, self.dtype)
-            if part:  # the selected examples stand for all; the root, because squares are added up
-                seen = seen * (g.numel() / seen.numel()) ** 0.5
-            if scaled:  # only if there is a scaler, because dividing copies the gradient
-                seen = seen / self.loss_scale(g.device)
-            moment = layer.output_moment(call.module, seen, call.observation)
-            return moment if layer.by_example else layer.specs[1].pack(moment)
-
-    def pool(
-        self, sums: Mapping[tuple[int, int], tuple[Tensor, Any, Tensor]]
-    ) -> Iterator[tuple[int, Tensor, float, Tensor]]:
-        """The moments of one backward pass for layers that pool their calls by example.
-
-        Args:
-            sums: The sums over the calls, by the index of the layer and the number of examples.
-
-        Yields:
-            The index of a layer, A, its number of rows, and G; A and G are packed.
-        """
-        together: dict[Hashable, list[tuple[int, int]]] = {}
-        for index, examples in sums:
-            together.setdefault((examples, self.layers[index].combined_with), []).append((index, examples))
-        for keys in together.values():
-            layers = [self.layers[index] for index, _ in keys]
-            with self.stopwatch.stage("factor computation"), full_precision(sums[keys[0]][-1].device.type):
-                a, count, g = layers[0].combine_layers(layers, [sums[key] for key in keys])
-                of_a, of_g = zip(*(layer.specs for layer in layers), strict=True)
-                packed_a, packed_g = (
-                    specs[0].pack(moment).split([spec.matrices for spec in specs])
-                    for specs, moment in ((of_a, a), (of_g, g))
-                )
-                parts = zip(keys, packed_a, packed_g, strict=True)
-            yield from ((index, one_a, count, one_g) for (index, _), one_a, one_g in parts)
+    def add_examples(self, layer: int, a: Tensor, count: Any, g: Tensor) -> None:
+        """Adds one call of a layer that pools its calls; those with equally many examples are taken to share them."""
+        known = self.by_example.get((layer, len(g)))
+        if known is not None:
+            a, count, g = known[0] + a, known[1] + count, known[2] + g
+        self.by_example[layer, len(g)] = a, count, g
 
 
 class BackwardPasses:
@@ -204,28 +113,27 @@ class BackwardPasses:
 
     def record_output_gradient(self, layer_call: LayerCall, call: ModelCall | None, g: Tensor) -> None:
         """Takes the gradient of a layer's output, which completes the pair (a, g) of its call."""
-        # create_graph=True enables gradients: this is a gradient penalty or a higher derivative, not the loss.
-        if torch.is_grad_enabled() or is_wrapped(g):
-            return
-        goes_to = destination(self.recorder.layers[layer_call.index])
-        if goes_to is not None:
-            moment = self.recorder.output_moment(layer_call, g, scaled=True)
-            self.add(layer_call, call, moment, to_caller=goes_to == "caller")
+        if is_of_loss(g):
+            self.add(layer_call, call, functools.partial(self.recorder.output_moment, layer_call, g, scaled=True))
 
-    def add(self, layer_call: LayerCall, call: ModelCall | None, g: Tensor, *, to_caller: bool) -> None:
-        """Adds a layer's call in some model call, with the moment of its output gradient.
+    def add(self, layer_call: LayerCall, call: ModelCall | None, output_moment: Callable[[], Tensor]) -> None:
+        """Adds a layer's call in some model call, if the pass computes the gradient of the layer's weight.
 
-        ``to_caller``: whether the pass returns the gradients of weights to its caller.
+        ``output_moment``: makes the moment of the call's output gradient.
         """
         index, a = layer_call.index, layer_call.observation.a
-        batch = self.micro_batch_of(call)
+        layer = self.recorder.layers[index]
+        goes_to = destination(layer)
+        if goes_to is None:
+            return
+        g, batch = output_moment(), self.micro_batch_of(call)
         # Another pass over a retained graph may add the same tensors again, and sums are changed in place.
         if torch._C._autograd._get_current_graph_task_keep_graph():
             a, g = a.clone(), g.clone()
         # A pass inside another one returns gradients to that: the backward of a user's function (adjoints), say.
-        if to_caller and torch._C._current_graph_task_id() == batch.task:
+        if goes_to == "caller" and torch._C._current_graph_task_id() == batch.task:
             batch.note_caller()
-        add = batch.add_examples if self.recorder.layers[index].by_example else batch.add
+        add = batch.add_examples if layer.by_example else batch.add
         add(index, a, layer_call.observation.count, g)
 
     def note_transform(self) -> None:
@@ -298,7 +206,7 @@ class BackwardPasses:
                 scale = self.recorder.loss_scale(next(iter(batch.sums.values()))[0].device)
                 statistics = self.to_caller if batch.to_caller else self.statistics
                 try:
-                    statistics.add(batch, scale, drop_overflowed=self.recorder.has_scaler)
+                    statistics.add(batch.sums, batch.counts, scale, drop_overflowed=self.recorder.has_scaler)
                 except BaseException:  # which may have come when half of it was added
                     self.statistics, self.to_caller = StepStatistics(), StepStatistics()
                     raise

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from ..common.user_warning import warn_user
-from .autograd import as_plain, in_backward, is_wrapped, when_gradient_arrives
+from .autograd import as_plain, in_backward, is_of_loss, when_gradient_arrives
 from .calls import ModelCall
 from .fisher import Fisher
-from .gradients import destination
-from .microbatch import BackwardPasses, LayerCall
+from .microbatch import BackwardPasses
+from .recorder import LayerCall
 
 __all__ = ["SampledBackward"]
 
@@ -98,11 +98,11 @@ class SampledBackward:
                 if "heckpoint" not in str(error):
                     raise
                 raise RuntimeError(_REENTRANT.format("")) from error
-        pending = [
-            (layer_call, self.recorder.output_moment(layer_call, g, scaled=False))
+        pending = {
+            layer_call: self.recorder.output_moment(layer_call, g, scaled=False)
             for (layer_call, _), g in zip(awaited, gradients, strict=True)
             if g is not None
-        ]
+        }
         when_gradient_arrives(logits, functools.partial(self._commit, call, pending), of_loss=True)
 
     @torch.no_grad()
@@ -119,15 +119,12 @@ class SampledBackward:
             )
         return torch.where(finite, target, torch.nan).to(logits.dtype)
 
-    def _commit(self, call: ModelCall, pending: list[tuple[LayerCall, Tensor]], g: Tensor) -> None:
+    def _commit(self, call: ModelCall, pending: dict[LayerCall, Tensor], g: Tensor) -> None:
         """Adds the moments of a call, because the user's backward pass has reached the model's output."""
-        if torch.is_grad_enabled() or is_wrapped(g):
-            return
-        self._check_loss(g)
-        for layer_call, moment in pending:
-            goes_to = destination(self.recorder.layers[layer_call.index])
-            if goes_to is not None:
-                self.passes.add(layer_call, call, moment, to_caller=goes_to == "caller")
+        if is_of_loss(g):
+            self._check_loss(g)
+            for layer_call in pending:
+                self.passes.add(layer_call, call, functools.partial(pending.__getitem__, layer_call))
 
     def _check_loss(self, g: Tensor) -> None:
         """Warns, once, if the gradient of the user's loss cannot be that of the distribution's likelihood."""

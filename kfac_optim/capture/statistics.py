@@ -1,8 +1,7 @@
 """From the moments of micro-batches to those of a step: sums that stay on the device until the flags are read.
 
-They pass through four forms::
+They pass through three forms::
 
-    MicroBatch         one backward pass in progress
     StepStatistics     the passes of a step so far that have ended
     TakenStatistics    those that may count for the step being taken, and the flags that decide it
     StepMoments        the sums that do count, once the flags are known
@@ -14,58 +13,17 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .calls import ModelCall
 from .gradients import GradientWatch
 
-__all__ = ["Counts", "MicroBatch", "Moments", "StepMoments", "StepStatistics", "TakenStatistics"]
+__all__ = ["Counts", "Moments", "StepMoments", "StepStatistics", "TakenStatistics"]
 
 
 Moments = tuple[Tensor, Tensor]  # of one layer in a micro-batch or in a step: the packed sums for A and for G
-
-
-@dataclass
-class MicroBatch:
-    """One backward pass in progress.
-
-    Attributes:
-        sums: Packed raw sums by layer index.
-        rows: The number of rows in A, by layer index.
-        by_example: For layers that pool their calls by example, the sums over calls of ``a``, ``count`` and output
-            gradients, by layer index and number of examples.
-        calls: The model calls that the backward pass has reached.
-        task: The number of the backward pass.
-        to_caller: Whether it returns the gradients (``torch.autograd.grad``) instead of adding them to ``.grad``.
-    """
-
-    sums: dict[int, Moments] = field(default_factory=dict)
-    rows: dict[int, float] = field(default_factory=dict)
-    by_example: dict[tuple[int, int], tuple[Tensor, Any, Tensor]] = field(default_factory=dict)
-    calls: set[ModelCall] = field(default_factory=set)
-    task: int = -1
-    to_caller: bool = False
-
-    def note_caller(self) -> None:
-        """Notes that the pass returns the gradients to its caller."""
-        self.to_caller = True
-
-    def add(self, layer: int, a: Tensor, count: float, g: Tensor) -> None:
-        """Adds one layer call; the calls in a backward pass add their rows."""
-        if layer in self.sums:  # not in place, because the tensors may be used elsewhere
-            a, g = self.sums[layer][0] + a, self.sums[layer][1] + g
-        self.sums[layer] = a, g
-        self.rows[layer] = self.rows.get(layer, 0.0) + count
-
-    def add_examples(self, layer: int, a: Tensor, count: Any, g: Tensor) -> None:
-        """Adds one call of a layer that pools its calls; those with equally many examples are taken to share them."""
-        known = self.by_example.get((layer, len(g)))
-        if known is not None:
-            a, count, g = known[0] + a, known[1] + count, known[2] + g
-        self.by_example[layer, len(g)] = a, count, g
 
 
 class Counts(NamedTuple):
@@ -122,29 +80,30 @@ class StepStatistics:
     starts: dict[int, int] = field(default_factory=dict)
     checks: list[tuple[int, list[int], Tensor]] = field(default_factory=list)
 
-    def add(self, batch: MicroBatch, scale: Tensor, *, drop_overflowed: bool) -> None:
+    def add(self, moments: dict[int, Moments], counts: Counts, scale: Tensor, *, drop_overflowed: bool) -> None:
         """Adds a backward pass that has ended, with weight 0 if one of its moments is not finite.
 
         Args:
-            batch: Its moments, which are overwritten.
+            moments: Its packed raw sums by layer index, which are overwritten.
+            counts: What is counted of it.
             scale: The loss scale of the pass.
             drop_overflowed: Whether a smaller loss scale than before removes the earlier micro-batches from the sums,
                 because they belong to a step that was not taken.
         """
-        kept = _all_finite(list(chain.from_iterable(batch.sums.values())))
+        kept = _all_finite(list(chain.from_iterable(moments.values())))
         if len(self.kept) == 1:  # the first is zeroed only now: had it stayed alone, its flag would have been enough
             _drop_unless_(self.kept[0], self.sums.values())
         if self.scales and drop_overflowed:
             _drop_unless_(scale >= self.scales[-1].to(scale), self.sums.values())
         if self.kept:
-            _drop_unless_(kept, batch.sums.values())
-        for index, new in batch.sums.items():
+            _drop_unless_(kept, moments.values())
+        for index, new in moments.items():
             if index not in self.sums:
                 self.sums[index] = new
                 continue
             for total, part in zip(self.sums[index], new, strict=True):
                 total.add_(part)
-        self.counts.append(Counts(max((call.terms for call in batch.calls), default=1), batch.rows))
+        self.counts.append(counts)
         self.kept.append(kept)
         self.scales.append(scale.clone())
 

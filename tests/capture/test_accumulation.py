@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, KFACAdam
-from kfac_optim.capture.statistics import MicroBatch, StepStatistics
+from kfac_optim.capture.microbatch import MicroBatch
+from kfac_optim.capture.statistics import StepStatistics
 from kfac_optim.layers import Observation
 from kfac_optim.optimizers import KFACMixin
 from tests.helpers.compare import (
@@ -286,7 +287,7 @@ def test_micro_batches_that_are_not_finite_are_left_out(sizes: tuple[float, ...]
     for size in sizes:
         batch = MicroBatch()
         batch.add(0, torch.full((1, 3), size), size, torch.ones(1, 3))
-        statistics.add(batch, torch.ones(()), drop_overflowed=False)
+        statistics.add(batch.sums, batch.counts, torch.ones(()), drop_overflowed=False)
     settled = statistics.resolve(iter(torch.stack([flag.double() for flag in statistics.flags]).tolist()))
     finite = [size for size in sizes if size == size]
     assert settled.rows(0) == sum(finite)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kfac_optim import CurvatureEngine
-from kfac_optim.capture.statistics import MicroBatch
+from kfac_optim.capture.microbatch import MicroBatch
 from kfac_optim.layers import FoundLayers, LayerOptions
 from kfac_optim.layers.norm import _NormLayer
 from tests.helpers.compare import assert_near, factors_of

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, InverseSolver, KFACAdam, OfMean
-from kfac_optim.capture.statistics import MicroBatch, StepStatistics
+from kfac_optim.capture.microbatch import MicroBatch
+from kfac_optim.capture.statistics import StepStatistics
 from kfac_optim.common.precision import full_precision
 from kfac_optim.layers import RowsLayer
 from kfac_optim.optimizers import KFACMixin
@@ -199,7 +200,7 @@ def test_a_smaller_loss_scale_leaves_out_what_came_before() -> None:
     for scale, value in ((4.0, 1.0), (4.0, 2.0), (2.0, 3.0), (2.0, 4.0)):
         batch = MicroBatch()
         batch.add(0, torch.tensor([[value]]), 5, torch.tensor([[10 * value]]))
-        statistics.add(batch, torch.tensor(scale), drop_overflowed=True)
+        statistics.add(batch.sums, batch.counts, torch.tensor(scale), drop_overflowed=True)
     settled = statistics.resolve(iter(float(flag) for flag in statistics.flags))
     assert [(each.taken, each.finite) for each in settled.counts] == [(False, False)] * 2 + [(True, True)] * 2
     assert tuple(map(float, settled.sums[0])) == (7.0, 70.0)

@@ -1,0 +1,152 @@
+"""From the input and the output gradient of a layer's call to the call's moments."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..common.precision import full_precision
+from ..common.stopwatch import Stopwatch
+from ..layers import AttentionInputLayer, KroneckerLayer, Observation, ProjectionCall
+from .autograd import as_plain
+
+__all__ = ["LayerCall", "Recorder", "positions_of"]
+
+
+@dataclass(eq=False)
+class LayerCall:
+    """One call of a layer, whose output gradient is awaited: the layer's index, the module and its observation.
+
+    ``fraction`` is the share of the examples in the observation. ``shape`` is that of the output, with dimensions for
+    examples and positions, which the gradient may lack (:func:`~.autograd.own_result`); None for nested tensors.
+    """
+
+    index: int
+    module: nn.Module
+    observation: Observation
+    fraction: float
+    shape: Sequence[int] | None
+
+
+def positions_of(nested: Tensor) -> Tensor:
+    """The positions of examples of different lengths, one after the other, ``[positions, d]``."""
+    if nested.layout is torch.jagged:
+        return nested.values()
+    return torch.cat([example.reshape(-1, example.shape[-1]) for example in nested.unbind()])
+
+
+class Recorder:
+    """Turns the input and the output gradient of a layer's call into packed second moments.
+
+    Args:
+        layers: The layers.
+        dtype: Precision of the moments.
+        stopwatch: Where the time is noted.
+
+    Attributes:
+        enabled: Whether the step collects statistics.
+    """
+
+    def __init__(self, layers: Sequence[KroneckerLayer], dtype: torch.dtype, stopwatch: Stopwatch) -> None:
+        self.layers, self.dtype, self.stopwatch = layers, dtype, stopwatch
+        self.enabled, self._fraction = False, 1.0
+        self._grad_scaler: torch.amp.GradScaler | None = None
+
+    def prepare(self, *, enabled: bool, fraction: float, grad_scaler: torch.amp.GradScaler | None) -> None:
+        """Sets what the coming step records: see :meth:`~kfac_optim.capture.hooks.Capture.prepare`."""
+        self.enabled, self._fraction, self._grad_scaler = enabled, fraction, grad_scaler
+
+    @property
+    def has_scaler(self) -> bool:
+        """Whether a grad scaler is set, even if it is disabled."""
+        return self._grad_scaler is not None
+
+    def loss_scale(self, device: torch.device) -> Tensor:
+        """The current loss scale, without waiting for the device; 1 if no scaler is in use."""
+        scaler = self._grad_scaler
+        scale = scaler._get_scale_async() if scaler is not None and scaler.is_enabled() else None
+        return torch.ones((), device=device) if scale is None else scale.to(device)
+
+    def observe(
+        self,
+        index: int,
+        use: int,
+        a: Tensor,
+        output: Tensor,
+        projection: ProjectionCall | None,
+    ) -> LayerCall:
+        """Notes a call of a layer, and takes the moment of its input at once.
+
+        Args:
+            index: The layer's index.
+            use: The module's index among those that share the layer's weight.
+            a: The input.
+            output: The output.
+            projection: The use of a projection of attention; None if a module was called.
+        """
+        layer = self.layers[index]
+        module = layer.modules[use]
+        shape: Sequence[int] | None = None if output.is_nested else output.shape
+        with self.stopwatch.stage("factor computation"), full_precision(a.device.type):
+            if projection is not None:  # the output projection is applied to a matrix
+                a = a.reshape(-1, projection.examples, a.shape[-1])
+                shape = (-1, projection.examples, output.shape[-1])
+            seen = layer.subsample(module, a, self._fraction)
+            observation = layer.observe(module, seen, output, self.dtype)
+            if isinstance(layer, AttentionInputLayer) and projection is not None:
+                observation = layer.among_pairs(observation, projection, len(seen))
+            if not layer.by_example:
+                observation = replace(observation, a=layer.specs[0].pack(observation.a))
+        return LayerCall(index, module, observation, self._fraction, shape)
+
+    def output_moment(self, call: LayerCall, g: Tensor, *, scaled: bool) -> Tensor:
+        """The packed moment of one call's output gradient; ``scaled``: the gradient carries the loss scale.
+
+        For layers with ``by_example`` it returns rows ``[n, p, d_out]``, from which :meth:`pool` makes a moment when
+        the pass ends.
+        """
+        layer, g = self.layers[call.index], as_plain(g)
+        with self.stopwatch.stage("factor computation"), full_precision(g.device.type):
+            if call.shape is None:
+                g = positions_of(g)
+            elif g.shape != call.shape:
+                g = g.reshape(call.shape)
+            seen = layer.subsample(call.module, g.detach(), call.fraction)
+            scaled, part = scaled and self.has_scaler, seen.numel() < g.numel()
+            seen = seen.to(self.dtype) if scaled or part else layer.multiplicand(seen, self.dtype)
+            if part:  # the selected examples stand for all; the root, because squares are added up
+                seen = seen * (g.numel() / seen.numel()) ** 0.5
+            if scaled:  # only if there is a scaler, because dividing copies the gradient
+                seen = seen / self.loss_scale(g.device)
+            moment = layer.output_moment(call.module, seen, call.observation)
+            return moment if layer.by_example else layer.specs[1].pack(moment)
+
+    def pool(
+        self, sums: Mapping[tuple[int, int], tuple[Tensor, Any, Tensor]]
+    ) -> Iterator[tuple[int, Tensor, float, Tensor]]:
+        """The moments of one backward pass for layers that pool their calls by example.
+
+        Args:
+            sums: The sums over the calls, by the index of the layer and the number of examples.
+
+        Yields:
+            The index of a layer, A, its number of rows, and G; A and G are packed.
+        """
+        together: dict[Hashable, list[tuple[int, int]]] = {}
+        for index, examples in sums:
+            together.setdefault((examples, self.layers[index].combined_with), []).append((index, examples))
+        for keys in together.values():
+            layers = [self.layers[index] for index, _ in keys]
+            with self.stopwatch.stage("factor computation"), full_precision(sums[keys[0]][-1].device.type):
+                a, count, g = layers[0].combine_layers(layers, [sums[key] for key in keys])
+                of_a, of_g = zip(*(layer.specs for layer in layers), strict=True)
+                packed_a, packed_g = (
+                    specs[0].pack(moment).split([spec.matrices for spec in specs])
+                    for specs, moment in ((of_a, a), (of_g, g))
+                )
+                parts = zip(keys, packed_a, packed_g, strict=True)
+            yield from ((index, one_a, count, one_g) for (index, _), one_a, one_g in parts)
