@@ -144,7 +144,7 @@ class CurvatureEngine(Config):
         if not blocks:  # everything trains by the base rule
             return True
         if capture.enabled:
-            self._take_up(statistics, read.flags, trains=trains)
+            self._take_up(statistics, read, trains=trains)
         del statistics  # as large as the factors, so freed before a refresh needs memory
         refresher.rebuild(step, blocks)
         self._refresh_if_due(trains=trains)
@@ -162,15 +162,15 @@ class CurvatureEngine(Config):
         self.skip_directions()  # other ranks may be waiting for them
         stages.prepare_statistics()
 
-    def _take_up(self, statistics: TakenStatistics, flags: Iterable[float], *, trains: bool) -> None:
+    def _take_up(self, statistics: TakenStatistics, read: Readings, *, trains: bool) -> None:
         """Adds what was captured to the running averages (a collective).
 
-        ``flags``: those of the statistics, read from the device; ``trains``: whether this step changes weights.
+        ``read``: has their flags; ``trains``: whether this step changes weights.
         """
         stages = self.stages
         blocks, alone, progress = stages.blocks, stages.ranks.alone, stages.progress
         averaging, sightings, opposition = stages.averaging, stages.sightings, stages.steering.opposition
-        resolved = statistics.resolve(flags)
+        resolved = statistics.resolve(read.numbers)
         unseen = sightings.count_step(statistics, resolved, trains=trains)
         with stages.stopwatch.stage("factor update"):
             decay, told = self.at("factor_decay", progress.step), [unseen, *opposition.report()]

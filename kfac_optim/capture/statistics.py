@@ -10,9 +10,9 @@ They pass through three forms::
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ __all__ = ["Counts", "Moments", "StepMoments", "StepStatistics", "TakenStatistic
 
 
 Moments = tuple[Tensor, Tensor]  # of one layer in a micro-batch or in a step: the packed sums for A and for G
+Read = Callable[[Tensor], Sequence[float]]  # the numbers in a tensor, which have been read from the device
 
 
 class Counts(NamedTuple):
@@ -124,22 +125,18 @@ class StepStatistics:
         """The tensors that have to be read from the device to know which micro-batches count."""
         return [*self.kept, *self.scales, *(largest for _, _, largest in self.checks)]
 
-    def resolve(self, values: Iterator[float]) -> StepMoments:
-        """The step's statistics.
-
-        Args:
-            values: The entries of :attr:`flags`, read from the device; it is advanced past these.
-        """
-        kept, scales = list(islice(values, len(self.kept))), list(islice(values, len(self.scales)))
+    def resolve(self, read: Read) -> StepMoments:
+        """The step's statistics, with :attr:`flags` as they were read."""
         starts = dict(self.starts)
-        for position, layers, _ in self.checks:
-            for i, entry in zip(layers, islice(values, len(layers)), strict=True):
+        for position, layers, largest in self.checks:
+            for i, entry in zip(layers, read(largest), strict=True):
                 if entry == 0:
                     starts[i] = max(position, starts.get(i, 0))
         counts, least = list(self.counts), math.inf  # the least of the later scales
-        for k, scale in reversed(list(enumerate(scales))):
+        for k in reversed(range(len(counts))):
+            (kept,), (scale,) = read(self.kept[k]), read(self.scales[k])
             taken = scale <= least and any(starts.get(i, 0) <= k for i in counts[k].rows)
-            counts[k] = counts[k]._replace(taken=taken, finite=taken and bool(kept[k]))
+            counts[k] = counts[k]._replace(taken=taken, finite=taken and bool(kept))
             least = min(least, scale)
         return StepMoments(self.sums, counts, starts)
 
@@ -190,12 +187,11 @@ class TakenStatistics:
             found += [*statistics.flags, *([] if largest is None else [largest])]
         return found
 
-    def resolve(self, flags: Iterable[float]) -> StepMoments:
-        """The step's statistics; ``flags``: all entries of :attr:`flags`, read from the device."""
-        values = iter(flags)
+    def resolve(self, read: Read) -> StepMoments:
+        """The step's statistics, with :attr:`flags` as they were read."""
         for statistics, largest in self._kinds:
-            found = statistics.resolve(values)
-            cleared = largest is not None and not any(list(islice(values, len(largest))))
+            found = statistics.resolve(read)
+            cleared = largest is not None and not any(read(largest))
             if any(each.taken for each in found.counts) and not cleared:
                 return found
         return StepMoments()

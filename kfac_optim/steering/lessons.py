@@ -80,10 +80,9 @@ class Readings:
         flags: The flags of the statistics.
 
     Attributes:
-        lessons: As given; :meth:`number` and :meth:`numbers` look up what is in its tensors.
+        lessons: As given; :meth:`number` and :meth:`numbers` look up what is in its tensors, and in ``flags``.
         largest: The largest absolute entry of the gradients; NaN or infinite if one of them is.
         rate: The largest absolute learning rate; groups that go uphill may have negative ones.
-        flags: The numbers in the flags.
     """
 
     def __init__(
@@ -100,7 +99,6 @@ class Readings:
         self._found = dict(zip(given, _numbers_in(self._tensors), strict=True))
         self.lessons, self.largest = lessons, self.number(largest)
         self.rate = max((abs(self.number(rate)) for rate in rates), default=0.0)
-        self.flags = [*chain.from_iterable(map(self.numbers, flags))]
 
     def numbers(self, given: Tensor | Sequence[float]) -> Sequence[float]:
         """The numbers in a tensor; others are returned as they are."""

@@ -81,7 +81,7 @@ def test_an_abandoned_pass_leaves_no_trace(clear: Callable[[nn.Module], None], f
     optimizer = KFACSGD(model, **OPTIONS, fisher=fisher)
     run(model, optimizer)
     taken = optimizer.curvature.stages.capture._passes.take()
-    settled = taken.resolve(torch.cat([flag.reshape(-1).double() for flag in taken.flags]).tolist())
+    settled = taken.resolve(lambda flag: flag.view(-1).tolist())
     *abandoned, third, fourth = [each.taken for each in settled.counts]
     assert third and fourth and not any(abandoned)
 

@@ -201,7 +201,7 @@ def test_a_smaller_loss_scale_leaves_out_what_came_before() -> None:
         batch = MicroBatch()
         batch.add(0, torch.tensor([[value]]), 5, torch.tensor([[10 * value]]))
         statistics.add(batch.sums, batch.counts, torch.tensor(scale), drop_overflowed=True)
-    settled = statistics.resolve(iter(float(flag) for flag in statistics.flags))
+    settled = statistics.resolve(lambda flag: flag.view(-1).tolist())
     assert [(each.taken, each.finite) for each in settled.counts] == [(False, False)] * 2 + [(True, True)] * 2
     assert tuple(map(float, settled.sums[0])) == (7.0, 70.0)
     assert settled.rows(0) == 10 and settled.loss_terms(0) == (2, 2)
