@@ -22,6 +22,7 @@ Fisher of scale and shift per channel, which is the pair (1, F_c) with ``W = [sc
 Where to look::
 
     base.py          the base classes: weight, bias, pairs; from rows to moments, from tensors to matrices and back
+    options.py       the options that decide what a layer is; how much of a factor is kept
     moments.py       second moments of rows
     registry.py      which module types have layers; register_layer
     search.py        from the modules of a model to its layers
@@ -32,14 +33,14 @@ Where to look::
     norm.py          LayerNorm, RMSNorm, GroupNorm, BatchNorm, SyncBatchNorm
     attention.py     the projections of MultiheadAttention
     lookalikes.py    modules that have their own forward but compute the same as one of the above
-    limits.py        how much of a factor is kept: all of it, blocks or the diagonal
 """
 
 from . import attention, convolution, linear, norm  # noqa: F401  (each registers its layers)
 from .attention import AttentionInputLayer, AttentionLayer, ProjectionCall
-from .base import COMPUTED, Declined, KroneckerLayer, LayerOptions, Observation, RowsLayer, Sharing
+from .base import COMPUTED, Declined, KroneckerLayer, Observation, RowsLayer
 from .linear import LinearLayer
 from .moments import gram, second_moment, spread_examples
+from .options import LayerOptions, Sharing
 from .registry import register_layer
 from .search import FoundLayers, skip_reason
 from .shifts import shift_pays

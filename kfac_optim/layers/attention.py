@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from .base import KroneckerLayer, LayerOptions, Observation, own_parameter
+from .base import KroneckerLayer, Observation, own_parameter
 from .linear import LinearLayer
+from .options import LayerOptions
 from .registry import register_layer
 
 __all__ = ["AttentionInputLayer", "AttentionLayer", "ProjectionCall"]

@@ -6,80 +6,35 @@ Shapes: n examples, r shared positions, p Kronecker pairs; the package's docstri
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..common.machines import Machine, machine_of
+from ..common.machines import machine_of
 from ..distributed import whole_shape
 from ..factors import FactorSpec
-from .limits import LARGEST, kept_of
 from .moments import multiplicand, second_moment, spread_examples, with_ones
+from .options import LayerOptions, Sharing, kept_of
 
 __all__ = [
     "COMPUTED",
     "Declined",
     "KroneckerLayer",
-    "LayerOptions",
     "Observation",
     "RowsLayer",
-    "Sharing",
     "own_parameter",
     "require_initialised",
 ]
 
-Sharing = Literal["expand", "reduce"]
 COMPUTED = "is computed from other parameters"  # coverage/ looks for this in reasons: the layer may come back
 
 
 class Declined(Exception):
     """Raised by a layer factory for a module that it cannot treat exactly; its message is shown as the reason."""
-
-
-@dataclass(frozen=True)
-class LayerOptions:
-    """The engine's options that decide what the layers of a model are; :class:`~kfac_optim.CurvatureEngine` has more.
-
-    Attributes:
-        weight_sharing: "expand" or "reduce" over shared positions, or a function of a module's name and the module that
-            returns one of them.
-        batch_dim: The dimension of the examples in inputs with shared positions: 0, or 1 for sequence-first models.
-        max_factor_dim: The most rows of a factor, or of a block of it; "auto": it depends on the device of the weight;
-            None: all factors are whole.
-        skip_layers: Regular expressions; modules whose name contains a match have no layer.
-        trainable: The parameters that the optimizer updates; None: all.
-        own_shape: Returns the shape of what this rank computes with: that of a parameter, or of its shard.
-    """
-
-    weight_sharing: Sharing | Callable[[str, nn.Module], Sharing] = "expand"
-    batch_dim: int = 0
-    max_factor_dim: int | str | None = "auto"
-    skip_layers: tuple[str, ...] = ()
-    trainable: Container[nn.Parameter] | None = None
-    own_shape: Callable[[Tensor], torch.Size] = lambda parameter: parameter.shape
-
-    def sharing(self, name: str, module: nn.Module) -> Sharing:
-        """Whether one module expands or reduces.
-
-        Raises:
-            ValueError: If a callable ``weight_sharing`` returns anything else.
-        """
-        choice = self.weight_sharing(name, module) if callable(self.weight_sharing) else self.weight_sharing
-        if choice not in ("expand", "reduce"):
-            raise ValueError(f"weight_sharing returned {choice!r} for {name}: must be 'expand' or 'reduce'")
-        return choice
-
-    def largest_block(self, machine: Machine) -> int | None:
-        """The most rows of a block of a factor on a kind of machine; None if factors are whole."""
-        return LARGEST[machine] if isinstance(self.max_factor_dim, str) else self.max_factor_dim
-
-    def trains(self, parameter: nn.Parameter) -> bool:
-        """Whether the optimizer updates the parameter."""
-        return self.trainable is None or parameter in self.trainable
 
 
 @dataclass

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..common.machines import machine_of
-from .base import KroneckerLayer, LayerOptions, Observation
+from .base import KroneckerLayer, Observation
 from .moments import second_moment
+from .options import LayerOptions
 from .registry import register_layer
 
 __all__ = [

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from .base import KroneckerLayer, LayerOptions
+from .base import KroneckerLayer
+from .options import LayerOptions
 
 __all__ = ["LayerFactory", "factory_of", "register_layer"]
 

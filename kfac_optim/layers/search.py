@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from ..distributed import own_part
-from .base import COMPUTED, Declined, KroneckerLayer, LayerOptions
+from .base import COMPUTED, Declined, KroneckerLayer
 from .lookalikes import lookalike
+from .options import LayerOptions
 from .registry import LayerFactory, factory_of
 
 __all__ = ["FoundLayers", "skip_reason"]
