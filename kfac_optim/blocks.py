@@ -83,11 +83,11 @@ class Block:
         return self.layer.specs
 
     @property
-    def needs_room(self) -> bool:
+    def needs_storage(self) -> bool:
         """Whether its factors have or need storage; those of a weight that is frozen from the first step on do not."""
         return bool(self.state) or self.layer.weight.requires_grad
 
-    def make_room(self, dtype: torch.dtype, rank: int, *, spreads: bool) -> None:
+    def allocate(self, dtype: torch.dtype, rank: int, *, spreads: bool) -> None:
         """Allocates what is missing: factors in ``dtype`` that ``rank``, this process, has to keep.
 
         ``spreads``: whether those of a spread refresh are needed, too.

@@ -107,7 +107,7 @@ class CurvatureEngine(Config):
 
         Args:
             gradients: The gradients of all trained parameters.
-            lrs: The learning rates of the step. If all of them and all gradients are 0, the step only makes room for
+            lrs: The learning rates of the step. If all of them and all gradients are 0, the step only allocates
                 factors; torch.distributed.checkpoint takes such a step.
             lessons: What the gradients say about the last step; None: nothing is to be learned from it.
 
@@ -123,7 +123,7 @@ class CurvatureEngine(Config):
             return True
         blocks, capture, refresher, step = stages.blocks, stages.capture, stages.refresher, stages.progress.step
         # Also in a step that is a no-op: torch.distributed.checkpoint takes one to make the state exist.
-        stages.make_room(blocks)
+        stages.allocate(blocks)
         if not refresher.has_begun:  # no layer counts as new yet
             for block in blocks:
                 block.note_trains()

@@ -128,7 +128,7 @@ class KFACMixin(_Optimizer):
         engine.belong_to(self)
         self.curvature = engine
         if self.state:  # filled by Adagrad; torch.distributed.checkpoint then takes it to be complete
-            engine.stages.make_room(engine.stages.blocks)
+            engine.stages.allocate(engine.stages.blocks)
             self._show_layer_states()
         self._show_counters()
 

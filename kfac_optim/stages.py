@@ -152,11 +152,11 @@ class Stages:
 
     def extend(self, params: Iterable[Any]) -> None:
         """Adds trained parameters, whose layers start without statistics."""
-        have_room = any(block.state for block in self.blocks)
+        allocated = any(block.state for block in self.blocks)
         self.trained.extend(params)
         self._find_layers()
-        if have_room:  # now, because a state may be saved before the next step makes room
-            self.make_room([block for block in self.blocks if not block.state])
+        if allocated:  # now, because a state may be saved before the next step allocates them
+            self.allocate([block for block in self.blocks if not block.state])
         self.sightings.note_lost()
         self._rebuild()
 
@@ -188,12 +188,12 @@ class Stages:
         if not trained.is_intact or (not self.progress.taken and trained.has_moved):
             self.follow(trained.present_parameters())
 
-    def make_room(self, blocks: Iterable[Block]) -> None:
-        """Makes room for the factors of layers that train and have no room yet."""
+    def allocate(self, blocks: Iterable[Block]) -> None:
+        """Allocates the factors of layers that train and have none yet."""
         spreads = self.config.may_spread
         for block in blocks:
-            if block.needs_room:
-                block.make_room(self.config.factor_dtype, self.comm.rank, spreads=spreads)
+            if block.needs_storage:
+                block.allocate(self.config.factor_dtype, self.comm.rank, spreads=spreads)
 
     def close(self) -> None:
         """Removes all hooks and drops what directions are made of."""
@@ -256,7 +256,7 @@ class Stages:
         self.steering.opposition.recover()
         self.sightings.note_lost()
         if any(block.state for block in blocks):  # a state with the factors of some layers is not whole
-            self.make_room(blocks)
+            self.allocate(blocks)
         if alone and not self.closed:
             self.averaging.clear()
             for block in blocks:

@@ -1,4 +1,4 @@
-"""What modules of several rooms use, and what has nothing to do with curvature.
+"""What modules of several packages use, and what has nothing to do with curvature.
 
 Where to look::
 

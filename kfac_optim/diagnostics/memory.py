@@ -22,7 +22,7 @@ _KINDS = ("factors", "snapshots", "local sums", "decompositions", "refresh")
 def memory_of(stages: Stages, block: Block, rank: int) -> dict[str, int]:
     """The bytes that a layer takes on a rank, by kind."""
     config = stages.config
-    if not block.needs_room:
+    if not block.needs_storage:
         return {}
     specs, workers = block.specs, block.workers
     numbers = sum(spec.packed_numel for side, spec in enumerate(specs) if workers.keeps(side, rank))

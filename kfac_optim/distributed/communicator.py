@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..common.grouping import grouped_by_key
-from .packing import by_rank, packed, room_for, unpack
+from .packing import by_rank, empty_for, packed, unpack
 
 __all__ = ["BUCKET_BYTES", "Broadcast", "Communicator", "LocalCommunicator", "Work"]
 
@@ -235,7 +235,7 @@ class Communicator(ABC):
                 tensors = [tensor for *_, tensor in bucket]
                 what, sends = f"the broadcast of {kind} from rank {source}", source == self.rank
                 # As bytes, so that dtypes share a bucket and nothing is rounded.
-                flat = self._to_wire(packed(tensors) if sends else room_for(tensors))
+                flat = self._to_wire(packed(tensors) if sends else empty_for(tensors))
                 self._count(kind, *((flat.nbytes, 0) if sends else (0, flat.nbytes)))
                 with self._explaining_errors(what):
                     work = self._start_broadcast(flat, source, members)
@@ -258,19 +258,19 @@ class Communicator(ABC):
             RuntimeError: If another rank has died, or the group's time-out has passed.
             TypeError: If the library cannot (see :attr:`can_exchange`).
         """
-        away, room = by_rank(sent, self.world_size), by_rank(received, self.world_size)
-        for tensor, own in zip(room[self.rank], away[self.rank], strict=True):
+        by_target, by_source = by_rank(sent, self.world_size), by_rank(received, self.world_size)
+        for tensor, own in zip(by_source[self.rank], by_target[self.rank], strict=True):
             tensor.copy_(own)
         if self.world_size == 1:
             return
-        away[self.rank], room[self.rank] = [], []
-        outgoing, incoming = ([tensor for of_rank in parts for tensor in of_rank] for parts in (away, room))
+        by_target[self.rank], by_source[self.rank] = [], []
+        outgoing, incoming = ([tensor for of_rank in parts for tensor in of_rank] for parts in (by_target, by_source))
         device = next((tensor.device for _, tensor in (*sent, *received)), self._device)
         nothing = torch.empty(0, dtype=torch.uint8, device=device)
         flat = self._to_wire(packed(outgoing) if outgoing else nothing)
-        filled = self._to_wire(room_for(incoming) if incoming else nothing)
+        filled = self._to_wire(empty_for(incoming) if incoming else nothing)
         self._count(kind, flat.nbytes, filled.nbytes)
-        sizes, into = ([sum(tensor.nbytes for tensor in parts) for parts in of] for of in (away, room))
+        sizes, into = ([sum(tensor.nbytes for tensor in parts) for parts in of] for of in (by_target, by_source))
         with self._explaining_errors(f"the exchange of {kind}"):
             self._start_exchange(flat, sizes, filled, into).wait()
         unpack(filled, incoming)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["by_rank", "packed", "room_for", "unpack"]
+__all__ = ["by_rank", "packed", "empty_for", "unpack"]
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -21,7 +21,7 @@ def packed(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([_bytes(tensor.contiguous()) for tensor in tensors])
 
 
-def room_for(tensors: Sequence[Tensor]) -> Tensor:
+def empty_for(tensors: Sequence[Tensor]) -> Tensor:
     """An uninitialised flat tensor of the size of what :func:`packed` returns for such tensors."""
     return torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8, device=tensors[0].device)
 

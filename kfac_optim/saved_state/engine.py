@@ -152,8 +152,8 @@ def load_checked(stages: Stages, states: Mapping[nn.Parameter, State], counters:
         block.drop()
         block.adopt({})
         saved = states.get(block.layer.weight)
-        if saved is not None or (states and block.needs_room):
-            block.make_room(config.factor_dtype, comm.rank, spreads=spreads)
+        if saved is not None or (states and block.needs_storage):
+            block.allocate(config.factor_dtype, comm.rank, spreads=spreads)
         if saved is not None:
             _copy_state(block.state, saved)
     stages.averaging.load(counters)

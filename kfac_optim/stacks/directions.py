@@ -108,10 +108,10 @@ class Directions:
             makers: By name, a function that makes the matrices of all stacks. If the stacks share one storage, it is
                 given matrices to fill, so that few operations read all sets.
         """
-        rooms = [None] if self._has_shards else self.scaled.updates.rooms(len(makers))
-        if None in rooms:
+        outs = [None] if self._has_shards else self.scaled.updates.empty_sets(len(makers))
+        if None in outs:
             return {name: self.laid_out(make(None)) for name, make in makers.items()}
-        made = [make(room).tensors for make, room in zip(makers.values(), rooms, strict=True)]
+        made = [make(out).tensors for make, out in zip(makers.values(), outs, strict=True)]
         found: list[dict[nn.Parameter, Tensor]] = [{} for _ in makers]
         # A view in the state of one parameter keeps all matrices in memory, so it is used only if most can be views.
         viewable = sum(layout.viewable_numel for layout in self.layouts)

@@ -30,7 +30,7 @@ class Matrices:
     """The matrices of several stacks, each with storage of its own.
 
     Where a method takes ``out``, the result is written there and returned: to the matrices themselves, or to what
-    :meth:`rooms` has given; None: it is new.
+    :meth:`empty_sets` has given; None: it is new.
 
     Args:
         tensors: Those of each stack, ``[p, d_out, d_in]``.
@@ -47,7 +47,7 @@ class Matrices:
         """Uninitialised matrices like these."""
         return Matrices([torch.empty_like(tensor) for tensor in self.tensors], self.groups)
 
-    def rooms(self, n: int) -> Sequence[Matrices | None]:
+    def empty_sets(self, n: int) -> Sequence[Matrices | None]:
         """``n`` sets of uninitialised matrices in one storage; None for each where matrices do not share one."""
         return [None] * n
 
@@ -200,7 +200,7 @@ class FlatMatrices(Matrices):
         """See :class:`Matrices`."""
         return self.storage.several(1, self.whole.dtype)[0]
 
-    def rooms(self, n: int) -> Sequence[Matrices | None]:
+    def empty_sets(self, n: int) -> Sequence[Matrices | None]:
         """See :class:`Matrices`."""
         return self.storage.several(n, self.whole.dtype)
 

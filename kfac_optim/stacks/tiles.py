@@ -27,7 +27,7 @@ from ..solvers import Decomposition, Sides, Solver
 
 __all__ = ["precondition"]
 
-# Tiles of more numbers than this are not preconditioned all at once, which takes room for seven times as many.
+# Tiles of more numbers than this are not preconditioned all at once, which takes memory for seven times as many.
 _AT_ONCE = 2**22
 
 
@@ -40,7 +40,7 @@ def precondition(
         solver: The solver.
         gradient: ``[p, d_out, d_in]``; the result lies in memory as it does.
         decomposed: The decompositions of A and of G, or the relevant parts of them, of ``p b`` matrices each; they are
-            converted to the gradient's dtype. None: the result is room for what a gradient worker will send.
+            converted to the gradient's dtype. None: the result is uninitialised, for what a gradient worker will send.
         specs: The shapes of A and G.
         gamma: The damping of each pair, ``[p]``.
     """

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kfac_optim import HorovodCommunicator
 from kfac_optim.distributed import Broadcast, Communicator, share_gradients
-from kfac_optim.distributed.packing import packed, room_for, unpack
+from kfac_optim.distributed.packing import empty_for, packed, unpack
 
 
 class Done:
@@ -45,7 +45,7 @@ def test_what_is_packed_is_unpacked_whatever_its_strides() -> None:
     stack = torch.arange(42.0).view(2, 3, 7)
     sent = [stack[0, :1, -1], stack[1, :0, -1], stack[1, 1:, 2], stack[0].half(), torch.tensor(3, dtype=torch.int64)]
     received = [torch.zeros_like(stack)[0, :1, -1], *(torch.empty_like(t).contiguous() for t in sent[1:])]
-    flat = room_for(sent)
+    flat = empty_for(sent)
     flat.copy_(packed(sent))
     unpack(flat, received)
     for tensor, expected in zip(received, sent, strict=True):
