@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from ..common.stopwatch import Stopwatch
 from ..distributed import is_sharded, own_part
-from ..layers import AttentionLayer, KroneckerLayer, LinearLayer, ProjectionCall
+from ..layers import AttentionLayer, KroneckerLayer, ProjectionCall
 from .attention import ProjectionTap, remove_taps, tap_of
 from .autograd import as_plain, in_backward, own_result, when_gradient_arrives
 from .calls import ModelCall, ModelCalls
@@ -38,7 +38,7 @@ from .fisher import Fisher
 from .hook_objects import FirstHook, Hook, Hooks
 from .loss_terms import LossTerms, main_tensor
 from .microbatch import BackwardPasses
-from .recorder import Recorder, positions_of
+from .recorder import Recorder, dense_input
 from .sampling import SampledBackward
 from .signs import GameSigns
 from .statistics import TakenStatistics
@@ -194,23 +194,24 @@ class Capture:
             # the outermost call sets M once more. A user's callable is asked about outermost calls alone.
             if (outer := self._calls.outer_call_of(module)) is not None and not callable(self._loss_terms.average):
                 outer.set_terms(self._loss_terms.count(args, kwargs, output))
-            return
-        if output is None and sys.exc_info()[0] is not None:  # this hook also runs when an exception ends the call
+        elif output is None and sys.exc_info()[0] is not None:  # this hook also runs when an exception ends the call
             self._uses.forget_calls()
-            return
-        call.set_terms(self._loss_terms.count(args, kwargs, output))
-        if torch.compiler.is_compiling():
-            self._compiled.trace_model_call_end(call)
-            return
+        else:
+            call.set_terms(self._loss_terms.count(args, kwargs, output))
+            if torch.compiler.is_compiling():
+                self._compiled.trace_model_call_end(call)
+            else:
+                self._on_model_output(call, output)
+
+    def _on_model_output(self, call: ModelCall, output: Any) -> None:
+        """Takes the sampled Fisher's backward pass; for the empirical one, waits for the user's to reach the output."""
         if not in_backward():
             self._calls.note_return(call)
             self._uses.look(output)
         if self._sampling is not None:
             if output is not None:
                 self._sampling.run(call, output)
-            return
-        tensor = main_tensor(output)
-        if tensor is not None and tensor.requires_grad:
+        elif (tensor := main_tensor(output)) is not None and tensor.requires_grad:
             tensor.register_hook(functools.partial(self._on_output_gradient, call))
 
     def _on_output_gradient(self, call: ModelCall, g: Tensor) -> None:
@@ -266,7 +267,7 @@ class Capture:
         call, result = self._calls.current, own_result(output)
         if call is not None and not in_backward():
             self._uses.note_call(index, result)
-        dense = _dense(self.layers[index], a)
+        dense = dense_input(self.layers[index], a)
         if dense is None or output.numel() == 0:  # an expert to which no token was routed has seen nothing
             return
         if self._sampling is not None and self._sampling.leaves_out(index, call):
@@ -310,13 +311,6 @@ def _containing(watched: Set[nn.Module], roots: Iterable[nn.Module]) -> Iterable
     # torch.compile(part) wraps the part: only the part is hooked, as dynamo takes the two for one module.
     unwrapped = [module for module in every if "_orig_mod" not in module._modules]
     return [module for module in unwrapped if any(child in watched for child in module.modules())]
-
-
-def _dense(layer: KroneckerLayer, a: Tensor) -> Tensor | None:
-    """An input as a dense tensor; None if it has examples of different lengths, of which the layer makes no rows."""
-    if a.is_nested:  # the positions of all examples, one after the other
-        return positions_of(a) if isinstance(layer, LinearLayer) and layer.sharing == "expand" else None
-    return a if a.layout is torch.strided else a.to_dense()
 
 
 def _is_local(layer: KroneckerLayer, a: Tensor, output: Tensor) -> bool:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from ..common.precision import full_precision
 from ..common.stopwatch import Stopwatch
-from ..layers import AttentionInputLayer, KroneckerLayer, Observation, ProjectionCall
+from ..layers import AttentionInputLayer, KroneckerLayer, LinearLayer, Observation, ProjectionCall
 from .autograd import as_plain
 
-__all__ = ["LayerCall", "Recorder", "positions_of"]
+__all__ = ["LayerCall", "Recorder", "dense_input"]
 
 
 @dataclass(eq=False)
@@ -30,13 +30,6 @@ class LayerCall:
     observation: Observation
     fraction: float
     shape: Sequence[int] | None
-
-
-def positions_of(nested: Tensor) -> Tensor:
-    """The positions of examples of different lengths, one after the other, ``[positions, d]``."""
-    if nested.layout is torch.jagged:
-        return nested.values()
-    return torch.cat([example.reshape(-1, example.shape[-1]) for example in nested.unbind()])
 
 
 class Recorder:
@@ -112,7 +105,7 @@ class Recorder:
         layer, g = self.layers[call.index], as_plain(g)
         with self.stopwatch.stage("factor computation"), full_precision(g.device.type):
             if call.shape is None:
-                g = positions_of(g)
+                g = _positions_of(g)
             elif g.shape != call.shape:
                 g = g.reshape(call.shape)
             seen = layer.subsample(call.module, g.detach(), call.fraction)
@@ -150,3 +143,17 @@ class Recorder:
                 )
                 parts = zip(keys, packed_a, packed_g, strict=True)
             yield from ((index, one_a, count, one_g) for (index, _), one_a, one_g in parts)
+
+
+def dense_input(layer: KroneckerLayer, a: Tensor) -> Tensor | None:
+    """An input as a dense tensor; None if it has examples of different lengths, of which the layer makes no rows."""
+    if a.is_nested:  # the positions of all examples, one after the other
+        return _positions_of(a) if isinstance(layer, LinearLayer) and layer.sharing == "expand" else None
+    return a if a.layout is torch.strided else a.to_dense()
+
+
+def _positions_of(nested: Tensor) -> Tensor:
+    """The positions of examples of different lengths, one after the other, ``[positions, d]``."""
+    if nested.layout is torch.jagged:
+        return nested.values()
+    return torch.cat([example.reshape(-1, example.shape[-1]) for example in nested.unbind()])
