@@ -82,7 +82,6 @@ class Averaging(Counted):
             Whether any rank had something to add, and how many ranks have set each of the flags; both are the same on
             all ranks.
         """
-        comm = self.ranks.comm
         rows_of = {i: rows for i in statistics.sums if (rows := statistics.rows(i))}
         own = {i: statistics.sums[i] for i in rows_of}
         for index, moments in own.items():
@@ -91,21 +90,11 @@ class Averaging(Counted):
         # M belongs to the loss, so G also counts the terms of ranks that did not use the layer: their gradient is zero.
         of_others = 0.0, self.terms_of_rank(statistics, None)[1]
         counts = [(rows_of[i], terms[i]) if i in own else of_others for i in range(len(blocks))]
-        seen = torch.zeros(len(blocks), 2, 2, dtype=torch.float64, device="cpu")  # of A and of G, count and trace
-        seen[:, :, 0] = torch.tensor(counts, dtype=torch.float64, device="cpu").view(-1, 2)
-        if own:
-            specs = [spec for index in own for spec in blocks[index].specs]
-            seen[list(own), :, 1] = traces(specs, [moment for pair in own.values() for moment in pair]).view(-1, 2)
-        counted = [[block.workers.counts(side, comm.rank) for side in range(2)] for block in blocks]
-        seen *= torch.tensor(counted, device="cpu").view(-1, 2, 1)
         skips = sum(each.taken and not each.finite for each in statistics.counts)
-        with self.stopwatch.communication("factor", comm.world_size):
-            of_rank = torch.tensor([skips, *reports], dtype=torch.float64, device="cpu")
-            seen, of_step = comm.sum([seen, of_rank], "counts")
-        all_skips, *reported = map(int, of_step.tolist())
+        seen, (all_skips, *reported) = self._of_all_ranks(blocks, counts, own, [skips, *reports])
         self.skipped_batches += all_skips
         anything = False
-        for index, (block, (of_a, of_g)) in enumerate(zip(blocks, seen.tolist(), strict=True)):
+        for index, (block, (of_a, of_g)) in enumerate(zip(blocks, seen, strict=True)):
             block.note_rows(of_a[0])
             # Layers that no rank has used, or that were frozen before their first step, get no update.
             if of_a[0] and block.state:
@@ -115,6 +104,37 @@ class Averaging(Counted):
                 for name, unpooled, moment, (count, trace) in zip(AG, sides, parts, (of_a, of_g), strict=True):
                     unpooled.add(moment, block.state["current"][name], count, trace, decay, slack)
         return anything, reported
+
+    def _of_all_ranks(
+        self,
+        blocks: Sequence[Block],
+        counts: Sequence[tuple[float, float]],
+        own: Mapping[int, tuple[Tensor, Tensor]],
+        of_step: Sequence[int],
+    ) -> tuple[list[list[list[float]]], list[int]]:
+        """The sums of counts and traces over the ranks whose moments count (a collective).
+
+        Args:
+            blocks: All blocks.
+            counts: This rank's rows and loss terms for each block.
+            own: Its moments, by index.
+            of_step: More numbers of this rank, to be summed as well.
+
+        Returns:
+            For each block, count and trace of A, and those of G; the sums of the other numbers.
+        """
+        comm = self.ranks.comm
+        seen = torch.zeros(len(blocks), 2, 2, dtype=torch.float64, device="cpu")  # of A and of G, count and trace
+        seen[:, :, 0] = torch.tensor(counts, dtype=torch.float64, device="cpu").view(-1, 2)
+        if own:
+            specs = [spec for index in own for spec in blocks[index].specs]
+            seen[list(own), :, 1] = traces(specs, [moment for pair in own.values() for moment in pair]).view(-1, 2)
+        counted = [[block.workers.counts(side, comm.rank) for side in range(2)] for block in blocks]
+        seen *= torch.tensor(counted, device="cpu").view(-1, 2, 1)
+        with self.stopwatch.communication("factor", comm.world_size):
+            others = torch.tensor(of_step, dtype=torch.float64, device="cpu")
+            seen, others = comm.sum([seen, others], "counts")
+        return seen.tolist(), list(map(int, others.tolist()))
 
     def terms_of_rank(self, statistics: StepMoments, layer: int | None) -> tuple[float, float]:
         """This rank's share of the moment ``M^2 sum g g^T`` and of its count M.
