@@ -164,7 +164,7 @@ class Capture:
             # run before them, since they turn DTensors into local tensors.
             first = not (own and self.layers[own[0][0]].is_shard)
             if len(own) == 1 and not list(module.children()):  # one hook: three can take as long as a small layer
-                hook = FirstHook(self._on_layer_call, *own[0], in_every_step=self._note_use)
+                hook = FirstHook(self._on_layer_call, *own[0], in_every_step=self._note_if_frozen)
                 self._hooks.after(module, hook, first=first)
                 continue
             for use in own:
@@ -232,10 +232,12 @@ class Capture:
         self._on_model_call_end(module, args, kwargs, output if replaced is None else replaced)
         return replaced
 
-    def _note_use(
+    def _note_if_frozen(
         self, index: int, use: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        self._signs.note_call(self.layers[index], args, kwargs)
+        layer = self.layers[index]
+        if not layer.weight.requires_grad:
+            self._signs.note_frozen_call(layer, args[0] if args else next(iter(kwargs.values()), None))
 
     def _record_input(
         self, index: int, use: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any

@@ -9,7 +9,7 @@ the optimizer clears these (:class:`Leftover`). That shows before every step, bu
 
 Many GANs freeze their discriminator while the generator trains through it (``requires_grad_(False)``, Lightning's
 ``toggle_optimizer()``). It then gets no gradients that could be thrown away; the passes themselves are seen instead
-(:meth:`.GameSigns.note_call`), before every step, because the generator may train in few of them.
+(:meth:`.GameSigns.note_frozen_call`), before every step, because the generator may train in few of them.
 They count as both signs.
 """
 
@@ -86,16 +86,13 @@ class GameSigns:
         self._passes = weakref.ref(passes)
         self._forget_calls()
 
-    def note_call(self, layer: KroneckerLayer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Notes a call of a layer, which *serves* if it is frozen and parameters have made its input.
+    def note_frozen_call(self, layer: KroneckerLayer, a: Any) -> None:
+        """Notes a call of a frozen layer with the input ``a``, which *serves* if parameters have made that.
 
         It does not serve if gradients end at a tensor other than a parameter, as for an adversarial example. Compiled
         networks, re-entrant checkpoints and layers of attention are not searched.
         """
-        if layer.weight.requires_grad or self._serve is False or layer in self._served:
-            return
-        a = args[0] if args else next(iter(kwargs.values()), None)
-        if not isinstance(a, Tensor) or not a.requires_grad:
+        if self._serve is False or layer in self._served or not isinstance(a, Tensor) or not a.requires_grad:
             return
         if self._serve is None:
             self._serve = any(isinstance(leaf, nn.Parameter) for leaf in leaves_of(nodes_reached([a.grad_fn])))
