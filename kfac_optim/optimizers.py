@@ -24,7 +24,7 @@ from .damping import OfLargest
 from .distributed import derived_from_by_horovod, join_hook, register_joinable, share_gradients, take_part_in_join
 from .engine import CurvatureEngine
 from .saved_state import engine as engine_state
-from .saved_state import saved_parts, with_checksums
+from .saved_state import saved_parts, unchanged_on_errors, with_checksums
 from .schedules import forgetting, growing, inverse_time_decay
 from .solvers import EigenSolver
 from .stacks import by_parameter
@@ -333,25 +333,12 @@ class KFACMixin(_Optimizer):
             checked.append((saved, counters))
 
         stages.follow(self._parameters())  # a framework may have set the groups of the resumed run
-        before, own_groups = dict(self.__dict__), self.param_groups  # Lightning's stand-in has no groups of its own
-        last_hook = self.register_load_state_dict_pre_hook(check)  # last, as users' hooks may put the state in order
-        try:
-            super().load_state_dict(state_dict)
-            for own, new in zip(own_groups, self.param_groups, strict=True):
-                missing = [name for name in self.defaults if name in own and name not in new]
-                if missing:
-                    raise KeyError(missing[0])
-        except BaseException as error:
-            self.__dict__.clear()
-            self.__dict__.update(before)
-            if not checked or not isinstance(error, Exception):
-                raise
-            raise ValueError(
-                f"the base class of {type(self).__name__} cannot load the state: is it of another class of optimizers? "
-                f"({type(error).__name__}: {error})"
-            ) from error
-        finally:
-            last_hook.remove()
+        with unchanged_on_errors(self, checked):
+            last = self.register_load_state_dict_pre_hook(check)  # last, as users' hooks may put the state in order
+            try:
+                super().load_state_dict(state_dict)
+            finally:
+                last.remove()
         take_out_layers(self)  # torch has cast these to the type of the weights; the engine loads the saved ones
         marks = records.take_saved_form(self)
         engine_state.load_checked(stages, *checked[0])

@@ -4,11 +4,11 @@ What the last step recorded for the next one is saved and loaded by :mod:`~kfac_
 
 Where to look::
 
-    optimizer.py    where an optimizer's state holds the engine's part; checks of the base class's part
+    optimizer.py    where an optimizer's state holds the engine's part; how the base class's part is checked and loaded
     engine.py       the engine's part: what is saved, and how it is loaded
     checks.py       checks of that part, and its checksums
 """
 
-from .optimizer import saved_parts, with_checksums
+from .optimizer import saved_parts, unchanged_on_errors, with_checksums
 
-__all__ = ["saved_parts", "with_checksums"]
+__all__ = ["saved_parts", "unchanged_on_errors", "with_checksums"]

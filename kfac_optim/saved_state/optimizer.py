@@ -1,10 +1,11 @@
-"""An optimizer's saved state: where the engine's part is found in it, and whether the base class's part is whole."""
+"""An optimizer's saved state: where the engine's part is found in it; how the base class's is checked and loaded."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from ..bases.state_keys import LAYER_STATE, PREFIX, is_of_base
 from .checks import checksums
 
-__all__ = ["saved_parts", "with_checksums"]
+__all__ = ["saved_parts", "unchanged_on_errors", "with_checksums"]
 
 _DECOUPLED = "decoupled_weight_decay"  # False in Adam's groups, True in AdamW's
 
@@ -77,6 +78,33 @@ def saved_parts(
     first: Mapping[str, Any] = saved_groups[0] if saved_groups else {}
     numbers = {name.removeprefix(PREFIX): value for name, value in first.items() if name.startswith(PREFIX)}
     return layers, numbers, without
+
+
+@contextmanager
+def unchanged_on_errors(optimizer: torch.optim.Optimizer, checked: Sized) -> Iterator[None]:
+    """For loading a state in a ``with`` block: on errors, the optimizer is as it was before.
+
+    ``checked``: empty as long as the state has not been checked; later errors are the base class's.
+
+    Raises:
+        ValueError: If the base class cannot load the state, or it has not all options of the groups.
+    """
+    before, own_groups = dict(vars(optimizer)), optimizer.param_groups  # Lightning's stand-in has no groups of its own
+    try:
+        yield
+        for own, new in zip(own_groups, optimizer.param_groups, strict=True):
+            missing = [name for name in optimizer.defaults if name in own and name not in new]
+            if missing:
+                raise KeyError(missing[0])
+    except BaseException as error:
+        vars(optimizer).clear()
+        vars(optimizer).update(before)
+        if not checked or not isinstance(error, Exception):
+            raise
+        raise ValueError(
+            f"the base class of {type(optimizer).__name__} cannot load the state: is it of another class of "
+            f"optimizers? ({type(error).__name__}: {error})"
+        ) from error
 
 
 @torch.no_grad()
