@@ -1,17 +1,8 @@
 """The hooks of a model: on its outermost call, on its layers and on their outputs.
 
-These methods change the state of a model call (``calls.py``)::
-
-    _on_model_call_start   a watched module is entered: opens a call, unless one is open
-    _on_model_call_end     the module that opened the call is left: the call has returned, or is dropped
-    discard, take          between two steps: forget an open call, which was interrupted; take forgets the last call
-
-and these change the state of a micro-batch (``microbatch.py``)::
-
-    _on_output_gradient    the backward pass has reached the model's output: opens a micro-batch, and abandons the last
-                           one if its backward pass has raised
-    record_output_gradient (of BackwardPasses) the gradient of a layer's output has arrived: likewise, and adds to it
-    _on_backward_end       (of BackwardPasses) the backward pass has ended: counts its micro-batch
+``_on_model_call_start`` and ``_on_model_call_end`` open and end a model call (its states: ``calls.py``). A backward
+pass that reaches the output of the model or of a layer opens a micro-batch (its states: ``microbatch.py``). Between two
+steps, ``discard`` and ``take`` forget an open call, which was interrupted; ``take`` also forgets the last call.
 
 For the sampled Fisher, ``sampling.py`` comes between the model's output and the micro-batch. While a graph is traced,
 each hook hands over to ``compiled.py``.
