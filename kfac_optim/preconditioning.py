@@ -15,6 +15,7 @@ from .common.stopwatch import Stopwatch
 from .config import Config
 from .damping import OfLargest, value_of
 from .distributed import Broadcast
+from .layers import KroneckerLayer
 from .placement import Ranks, exchanged_blocks, gathered_vectors
 from .scaling import scaled_by, traits_of
 from .stacks import (
@@ -125,24 +126,21 @@ class Preconditioner:
         All ready layers travel but those that are exchanged, also layers without a gradient here: what is sent must not
         depend on what a rank has.
         """
-        found = {
-            block: part
-            for stack, direction in zip(stacks, directions, strict=True)
-            for whole in [stack.layout.memory_view(direction)]
-            for block, part in zip(stack.blocks, whole.split(stack.pair_counts), strict=True)
-        }
+        found: dict[Block, Tensor] = {}
+        for stack, direction in zip(stacks, directions, strict=True):
+            parts = stack.layout.memory_view(direction).split(stack.pair_counts)
+            found.update(zip(stack.blocks, parts, strict=True))
         broadcasts = []
         for block in ready:
-            if block.route is None or block in exchanged:
-                continue
-            if block in found:
-                tensor = found[block]
-            else:
-                layer = block.layer
-                shape = (layer.pairs, layer.d_out, layer.d_in)
-                tensor = torch.zeros(shape, dtype=self.dtype, device=layer.weight.device)
-            broadcasts.append(Broadcast([tensor], *block.route))
+            if block.route is not None and block not in exchanged:
+                tensor = found[block] if block in found else self._zeros(block.layer)
+                broadcasts.append(Broadcast([tensor], *block.route))
         self.ranks.comm.send(broadcasts, "directions")
+
+    def _zeros(self, layer: KroneckerLayer) -> Tensor:
+        """The direction of a layer that has no gradient here."""
+        shape = (layer.pairs, layer.d_out, layer.d_in)
+        return torch.zeros(shape, dtype=self.dtype, device=layer.weight.device)
 
 
 def _note_cosines(stacks: Sequence[Stack], found: Stacked) -> None:
