@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -155,6 +155,15 @@ class Communicator(ABC):
     def prepare(self, groups: Sequence[tuple[int, ...]]) -> None:
         """Makes the groups of ranks in which broadcasts will travel; all ranks call this with the same list."""
         return
+
+    def _prepared(self, groups: Mapping[tuple[int, ...], Any], members: tuple[int, ...]) -> Any:
+        """The group among those that :meth:`prepare` has made; a TypeError if it was not called for these ranks."""
+        if members not in groups:
+            raise TypeError(
+                f"{type(self).__name__}.prepare: was not called for the ranks {members}; a communicator that wraps "
+                "this one, or overrides prepare(groups), has to call the prepare(groups) of this one"
+            )
+        return groups[members]
 
     # The verbs ------------------------------------------------------------------------------------------------------
 

@@ -74,7 +74,8 @@ class HorovodCommunicator(Communicator):
         return _HorovodWork(self._hvd.synchronize, handle)
 
     def _start_broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> Work:
-        handle = self._hvd.broadcast_async_(tensor, source, name=self._name(members), process_set=self._sets[members])
+        ranks = self._prepared(self._sets, members)
+        handle = self._hvd.broadcast_async_(tensor, source, name=self._name(members), process_set=ranks)
         return _HorovodWork(self._hvd.synchronize, handle)
 
     def _name(self, members: tuple[int, ...]) -> str:

@@ -65,7 +65,7 @@ class TorchCommunicator(Communicator):
         return dist.reduce(tensor, self._global(owner), dist.ReduceOp.SUM, group=self.group, async_op=True)
 
     def _start_broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> Work:
-        group = self.group if len(members) == self.world_size else self._groups[members]
+        group = self.group if len(members) == self.world_size else self._prepared(self._groups, members)
         return dist.broadcast(tensor, self._global(source), group=group, async_op=True)
 
     def _start_exchange(self, sent: Tensor, sizes: Sequence[int], received: Tensor, into: Sequence[int]) -> Work:

@@ -427,6 +427,13 @@ def test_comm_dtype_is_checked_at_construction(dtype: Any) -> None:
         assert TorchCommunicator(comm_dtype=good).comm_dtype is good
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_a_communicator_that_nobody_has_prepared_says_so() -> None:
+    """One inside a user's own that does not pass ``prepare`` on."""
+    with pytest.raises(TypeError, match=r"TorchCommunicator.prepare: was not called for the ranks \(0, 1\); a commun"):
+        TorchCommunicator().send([Broadcast([torch.ones(2)], 0, (0, 1))], "x")
+
+
 def test_horovod_refuses_bfloat16_at_construction() -> None:
     with pytest.raises(ValueError, match="comm_dtype=torch.bfloat16: Horovod cannot send it; use torch.float16 or"):
         HorovodCommunicator(comm_dtype=torch.bfloat16)
