@@ -15,15 +15,16 @@ If the code of a model is traced for a compiled graph, a call goes through these
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .autograd import in_backward
 
-__all__ = ["CONCURRENT", "ModelCall", "ModelCalls"]
+__all__ = ["CONCURRENT", "ModelCall", "ModelCalls", "input_of"]
 
 CONCURRENT = (
     "two threads are in forward or backward passes of one model at the same time, and its statistics can't tell them "
@@ -152,3 +153,10 @@ class ModelCalls:
     def forget_last(self) -> None:
         """Forgets the last call, because the step is over."""
         self.last = None
+
+
+def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The input of a layer's call: the first argument, or the first tensor among keywords, in whatever order."""
+    if args:
+        return args[0]
+    return next((given for given in kwargs.values() if isinstance(given, Tensor)), None)

@@ -23,7 +23,7 @@ from ..distributed import is_sharded, own_part
 from ..layers import AttentionLayer, KroneckerLayer, ProjectionCall
 from .attention import ProjectionTap, remove_taps, tap_of
 from .autograd import as_plain, in_backward, own_result, when_gradient_arrives
-from .calls import ModelCall, ModelCalls
+from .calls import ModelCall, ModelCalls, input_of
 from .compiled import CompiledCalls
 from .fisher import Fisher
 from .hook_objects import FirstHook, Hook, Hooks
@@ -228,12 +228,12 @@ class Capture:
     ) -> None:
         layer = self.layers[index]
         if not layer.weight.requires_grad:
-            self._signs.note_frozen_call(layer, args[0] if args else next(iter(kwargs.values()), None))
+            self._signs.note_frozen_call(layer, input_of(args, kwargs))
 
     def _record_input(
         self, index: int, use: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Tensor | None:
-        return self._record(index, use, args[0] if args else next(iter(kwargs.values()), None), output)
+        return self._record(index, use, input_of(args, kwargs), output)
 
     def _record(
         self, index: int, use: int, a: Any, output: Any, projection: ProjectionCall | None = None
@@ -290,7 +290,10 @@ class Capture:
             remove_taps()  # an interrupted call may have left its tap
         if torch.is_grad_enabled() and any(layer.weight.requires_grad for _, layer in projections):
             if tap is None:
-                tap = ProjectionTap(module, args[0] if args else kwargs["query"])
+                query = input_of(args, kwargs)
+                if not isinstance(query, Tensor):  # torch will refuse the call
+                    return
+                tap = ProjectionTap(module, query)
                 tap.__enter__()
             tap.add(projections, self._record)
 

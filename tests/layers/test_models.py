@@ -41,6 +41,18 @@ class Returning(nn.Module):
         return {"logits": logits} if self.kind == "dict" else Output(loss, logits)
 
 
+class Enlarging(nn.Module):
+    """A transposed convolution whose input is not its first argument, but the first tensor."""
+
+    def __init__(self, *, by_keyword: bool) -> None:
+        super().__init__()
+        self.conv, self.by_keyword = nn.ConvTranspose2d(1, 2, 3, stride=2), by_keyword
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(output_size=[18, 18], input=x) if self.by_keyword else self.conv(x, [18, 18])
+        return y.mean((2, 3))
+
+
 def classify(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y)
 
@@ -79,6 +91,29 @@ def test_outputs_of_other_kinds_equal_the_plain_tensor(fisher: str, kind: str) -
             optimizer.step()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+def test_a_layer_called_by_keywords_is_seen_whatever_their_order() -> None:
+    torch.manual_seed(0)
+    models = Enlarging(by_keyword=False), Enlarging(by_keyword=True)
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [KFACSGD(model, **TURNED) for model in models]
+    for _ in range(3):
+        x, y = batch()
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            classify(model, x, y % 2).backward()
+            optimizer.step()
+    assert all(map(torch.equal, *(optimizer.curvature.factors("conv") for optimizer in optimizers)))
+    assert all(map(torch.equal, *(model.parameters() for model in models)))
+
+
+def test_a_call_that_torch_refuses_fails_as_without_the_optimizer() -> None:
+    for model in (nn.MultiheadAttention(4, 2), nn.Linear(4, 2)):
+        optimizer = KFACSGD(model, **TURNED)
+        with pytest.raises(TypeError, match=r"forward\(\) missing"):
+            model()
+        assert optimizer.curvature.layers
 
 
 class Parent(nn.Module):
