@@ -128,7 +128,7 @@ def one_of(*choices: Any, or_callable: bool = False) -> Check:
     """A check for one of some values or, where allowed, a function."""
 
     def accepts(value: Any) -> bool:
-        return (or_callable and _is_function(value)) or any(value == x and type(value) is type(x) for x in choices)
+        return (or_callable and _is_function(value)) or any(type(value) is type(x) and value == x for x in choices)
 
     return _accepting(f"one of {', '.join(map(repr, choices))}{' or a callable' * or_callable}", accepts)
 

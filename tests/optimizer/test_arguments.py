@@ -106,6 +106,7 @@ TABLE: list[tuple[str, Any, type[Exception], str]] = [
     ("batch_dim", 2, ValueError, "0, 1"),
     ("batch_dim", -1, ValueError, "0, 1"),
     ("batch_dim", True, ValueError, "0, 1"),
+    ("batch_dim", torch.tensor([0, 1]), ValueError, "0, 1"),
     ("weight_sharing", "kfac", ValueError, "'expand'.*'reduce'.*callable"),
     ("weight_sharing", None, ValueError, "'expand'.*'reduce'.*callable"),
     ("skip_layers", "head", TypeError, "sequence of regular expressions"),

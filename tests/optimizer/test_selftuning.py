@@ -605,6 +605,23 @@ def test_parts_of_a_model_are_no_calls_of_it(steps: int, message: str) -> None:
         optimizer.step()
 
 
+def test_what_hides_the_calls_of_a_model_is_named() -> None:
+    model, optimizer = make()
+    inputs, classes = data_of(1, (64, 4))
+    parameters = list(model.parameters())
+    gradients = torch.autograd.grad(F.cross_entropy(model(inputs), classes), parameters)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    with pytest.raises(RuntimeError, match=r"backward\(\) instead of torch.autograd.grad\(\)"):
+        optimizer.step()
+    optimizer.zero_grad()
+    for layer in optimizer.curvature.layers:
+        layer.weight.requires_grad_(False)
+    F.cross_entropy(model(inputs), classes).backward()
+    with pytest.raises(RuntimeError, match="do not freeze the weights of all its layers"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
