@@ -244,11 +244,12 @@ class KFACMixin(_Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group, whose layers are preconditioned from then on."""
+        given = param_group if isinstance(param_group, dict) else {}  # torch refuses what is no dict
         for flag in ("capturable", "differentiable"):
-            if param_group.get(flag, self.defaults.get(flag)):
+            if given.get(flag, self.defaults.get(flag)):
                 raise ValueError(f"{flag}=True: not possible, as K-FAC's step reads flags on the host; leave it out")
         if hasattr(self, "curvature"):  # __init__ checks the first groups
-            refuse_in_groups([param_group], set().union(self.defaults, *self.param_groups))
+            refuse_in_groups([given], set().union(self.defaults, *self.param_groups))
         super().add_param_group(param_group)
         if hasattr(self, "curvature"):
             with self._layer_states_handed_over():

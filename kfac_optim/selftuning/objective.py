@@ -38,7 +38,7 @@ _NOT_CANONICAL = (
     "penalties or other terms. With step(closure) any loss works"
 )
 _UNSEEN = (
-    "KFAC has gradients, but since the last zero_grad() it has seen no call of the model whose output they come from: "
+    "KFAC has gradients, but since the last step or zero_grad() it has seen no call of the model that they come from: "
     "build the optimizer before the forward pass, call the model that it was built with (or its DDP wrapper), not its "
     "parts, and backward() instead of torch.autograd.grad(); do not freeze the weights of all its layers; and if the "
     "loss is not taken of its first output tensor or its logits, give the fisher an output_fn"

@@ -530,3 +530,11 @@ def test_a_layer_whose_weight_and_bias_have_other_momenta(
         for layout, direction in zip(found.layouts, found.scaled, strict=True):
             for p, index, part in layout.read(direction.update, found.vectors):
                 torch.testing.assert_close(part, updates[p][index].to(part.dtype), rtol=0, atol=0)
+
+
+def test_a_group_that_is_no_dict_is_refused_as_by_torch() -> None:
+    model = make_model()
+    optimizer = KFACSGD(model, lr=0.1)
+    for given in (list(model.parameters()), model):
+        with pytest.raises(TypeError, match="param_group must be a dict"):
+            optimizer.add_param_group(given)  # type: ignore[arg-type]

@@ -615,6 +615,11 @@ def test_what_hides_the_calls_of_a_model_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"backward\(\) instead of torch.autograd.grad\(\)"):
         optimizer.step()
     optimizer.zero_grad()
+    F.cross_entropy(model(inputs), classes).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="since the last step or zero_grad"):  # on the same gradients
+        optimizer.step()
+    optimizer.zero_grad()
     for layer in optimizer.curvature.layers:
         layer.weight.requires_grad_(False)
     F.cross_entropy(model(inputs), classes).backward()
