@@ -134,16 +134,8 @@ class GameSigns:
 
     @property
     def if_resumed(self) -> tuple[bool, bool]:
-        """What :meth:`take` finds in a resumed run, which has lost the gradients of all passes since the last step.
-
-        Layers that have served count if they train in the next step. A layer that is still frozen, though others are
-        not, is taken to stay so, as in a network that is trained in part.
-        """
-        passes = None if self._passes is None else self._passes()
-        layers = () if passes is None else passes.recorder.layers
-        trained = [layer for layer in layers if layer.weight.requires_grad]
-        served = bool(self._served) and (not trained or not self._served.isdisjoint(trained))
-        captured, added = self._if_cleared
+        """What :meth:`take` finds in a resumed run, which has lost the gradients of all passes since the last step."""
+        (captured, added), served = self._if_cleared, bool(self._served)
         return captured or served, added or served
 
     def restore(self, *, captured: bool, added: bool) -> None:

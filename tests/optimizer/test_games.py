@@ -255,46 +255,6 @@ def test_what_a_skipped_step_has_seen_of_a_game_is_saved() -> None:
     assert [group["kfac_added_lost"] for group in saved["param_groups"]] == [1]
 
 
-def test_a_layer_that_stays_frozen_between_others_shows_no_game() -> None:
-    """What is saved between a backward pass and the step, which loses the gradients, counts as the run itself does."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3))
-    model[1].requires_grad_(False)
-
-    def pass_back(network: nn.Module, optimizer: Any) -> None:
-        optimizer.zero_grad()
-        network(torch.randn(8, 4)).square().mean().backward()
-
-    optimizer = KFACSGD(model, lr=0.1, **SOMETIMES)
-    for _ in range(4):
-        pass_back(model, optimizer)
-        optimizer.step()
-    pass_back(model, optimizer)
-    resumed = copy.deepcopy(model)
-    other = KFACSGD(resumed, lr=0.1, **SOMETIMES)
-    other.load_state_dict(through_a_file(optimizer.state_dict()))
-    found = []
-    for network, own in ((model, optimizer), (resumed, other)):
-        pass_back(network, own)
-        own.step()
-        found.append(own.curvature.stages.steering.opposition.counters())
-    assert found[0] == found[1]
-    assert found[0]["throws"] == 0
-
-
-@pytest.mark.parametrize("frozen", [True, False])
-def test_a_discriminator_saved_after_it_has_served_counts_that(frozen: bool) -> None:
-    """Whether the training loop unfreezes it after the generator's step or before its own."""
-    game = Game(*CLASSES[0])
-    game.play(2)
-    game.optimizers[1].zero_grad()
-    game.discriminator.requires_grad_(False)
-    game.play(1, discriminates=False)
-    game.discriminator.requires_grad_(not frozen)
-    saved = game.optimizers[1].state_dict()["param_groups"][0]
-    assert (saved["kfac_captured_lost"], saved["kfac_added_lost"]) == (1, 1)
-
-
 def test_a_dropped_player_is_forgotten_though_its_last_loss_is_kept() -> None:
     """The graph of the loss holds the hooks, which must not hold what the optimizer knows of the game."""
     game = Game(*CLASSES[0])
