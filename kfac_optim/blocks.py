@@ -28,7 +28,11 @@ from .snapshots import (
 from .solvers import Sides
 from .spectra import eigenvalues
 
-__all__ = ["Block"]
+__all__ = ["UNSEEN_STEPS", "Block"]
+
+# After this many statistics steps in a row with gradients the user is told of a layer that was not seen; if no layer
+# was seen, an error ends training.
+UNSEEN_STEPS = 3
 
 
 @dataclass(eq=False, repr=False)
@@ -51,6 +55,8 @@ class Block:
         version: Counts the changes of its decompositions, so that what was computed from them can be invalidated.
         cosine: The cosine between gradient and direction in the first step that used the decompositions, 0-dim.
         rows: The number of rows that all ranks saw in the last step with statistics; 0 if none has come since loading.
+        unseen: The number of statistics steps in a row in which the weight had a gradient, but this rank did not see
+            the layer.
     """
 
     layer: KroneckerLayer
@@ -63,6 +69,7 @@ class Block:
     version: int = 0
     cosine: Tensor | None = None
     rows: float = 0.0
+    unseen: int = 0
     _unit: tuple[Any, Tensor] | None = None
     _used: Factors | None = None
     _known_spectra: KnownSpectra | None = None
@@ -193,6 +200,26 @@ class Block:
     def note_rows(self, rows: float) -> None:
         """Notes how many rows of the layer's input all ranks together saw in a statistics step."""
         self.rows = rows
+
+    def note_statistics(self, *, seen: bool) -> None:
+        """Notes whether this rank saw the layer in a statistics step."""
+        gradient = self.layer.weight.grad
+        if seen:
+            self.unseen = 0
+        elif gradient is not None:
+            self.unseen += 1
+            if self.unseen == UNSEEN_STEPS and not bool(gradient.count_nonzero()):  # zero_grad(set_to_none=False)
+                self.unseen = 0
+
+    @property
+    def never_seen(self) -> bool:
+        """Whether the weight trains, but no rank has ever seen the layer in a forward and backward pass."""
+        return self.unseen >= UNSEEN_STEPS and not (self.has_direction or self.has_data())
+
+    @property
+    def out_of_sight(self) -> bool:
+        """Whether the weight still trains, but the layer, seen before, was not in the last steps with statistics."""
+        return self.unseen >= UNSEEN_STEPS and not self.never_seen
 
     # Decompositions -------------------------------------------------------------------------------------------------
 

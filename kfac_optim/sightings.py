@@ -9,15 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .blocks import Block
+from .blocks import UNSEEN_STEPS, Block
 from .capture import StepMoments, TakenStatistics
 from .common.user_warning import warn_user
 
-__all__ = ["UNSEEN_STEPS", "Sightings"]
-
-# After this many statistics steps in a row with gradients the user is told of a layer that was not seen; if no layer
-# was seen, an error ends training.
-UNSEEN_STEPS = 3
+__all__ = ["Sightings"]
 
 _NONE_SEEN = (
     "the model has gradients, but none of its layers was seen in a forward and backward pass since the last "
@@ -47,8 +43,6 @@ class Sightings:
         self._model_seen = False  # whether a call of the model was seen in the last step with statistics
         self._lost = False  # whether what was seen of the step in progress is lost
         self._unseen_steps = 0  # statistics steps in a row with gradients but no backward pass that was seen
-        # By layer, the statistics steps in a row in which its weight had a gradient, but this rank did not see it.
-        self._unseen: dict[Block, int] = {}
         self._told: set[Block] = set()  # those that the user was warned of
 
     def note_lost(self) -> None:
@@ -75,27 +69,8 @@ class Sightings:
         ``alone``: whether this is the only rank; else another one may have seen the layer.
         """
         self.blind = blind
-        # A new dict, without old blocks, whose factors would stay alive.
-        self._unseen = {
-            block: self._unseen_with(block, seen=index in resolved.sums or not alone and block.has_data())
-            for index, block in enumerate(blocks)
-        }
-
-    def _unseen_with(self, block: Block, *, seen: bool) -> int:
-        """In how many statistics steps in a row a layer was not seen, after one more."""
-        unseen, gradient = self._unseen.get(block, 0), block.layer.weight.grad
-        if seen or gradient is None:
-            return 0 if seen else unseen
-        is_zeroed = unseen + 1 == UNSEEN_STEPS and not bool(gradient.count_nonzero())  # zero_grad(set_to_none=False)
-        return 0 if is_zeroed else unseen + 1
-
-    def never_saw(self, block: Block) -> bool:
-        """Whether the weight trains, but no rank has ever seen the layer in a forward and backward pass."""
-        return self._unseen.get(block, 0) >= UNSEEN_STEPS and not (block.has_direction or block.has_data())
-
-    def lost_sight_of(self, block: Block) -> bool:
-        """Whether the weight still trains, but the layer, seen before, was not in the last steps with statistics."""
-        return self._unseen.get(block, 0) >= UNSEEN_STEPS and not self.never_saw(block)
+        for index, block in enumerate(blocks):
+            block.note_statistics(seen=index in resolved.sums or not alone and block.has_data())
 
     def require(self, *, missing: bool = False) -> None:
         """Raises RuntimeError if no training is seen; ``missing``: a refresh has just found nothing to decompose."""
@@ -105,11 +80,10 @@ class Sightings:
 
     def warn(self, blocks: Sequence[Block]) -> None:
         """Warns, once for each layer, of layers that have gradients but are not seen."""
-        unseen = [block for block in blocks if self._unseen.get(block, 0) >= UNSEEN_STEPS]
-        told = [block for block in unseen if block not in self._told]
-        self._told = {*self._told.intersection(blocks), *told}  # without old blocks, as above
+        told = [block for block in blocks if block not in self._told and (block.never_seen or block.out_of_sight)]
+        self._told = {*self._told.intersection(blocks), *told}  # without old blocks, whose factors would stay alive
         for lost in (False, True):
-            names = [repr(block.layer.name) for block in told if self.lost_sight_of(block) == lost]
+            names = [repr(block.layer.name) for block in told if block.out_of_sight == lost]
             if not names:
                 continue
             seen = "is no longer seen" if lost else "was never seen"

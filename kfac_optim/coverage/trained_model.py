@@ -9,13 +9,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..blocks import Block
+from ..blocks import UNSEEN_STEPS, Block
 from ..common.machines import machine_of
 from ..common.user_warning import warn_user
 from ..config import Config
 from ..distributed import Communicator, gathered_weight, own_shape, refuse_flattened, sharding_problem, whole_shape
 from ..layers import COMPUTED, FoundLayers, LayerOptions, LinearLayer, skip_reason
-from ..sightings import UNSEEN_STEPS
 from .whereabouts import Whereabouts, owners_of, unwrap
 
 __all__ = ["TrainedModel", "parameters_of"]

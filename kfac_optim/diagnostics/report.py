@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..blocks import Block
 from ..damping import value_of
+from ..distributed import Communicator
 from ..layers import KroneckerLayer
 from ..snapshots import AG
 from ..stages import Staged, Stages
@@ -204,14 +205,13 @@ def _table(stages: Stages) -> list[str]:
     """The coverage table as lines of aligned text; columns that are empty in all rows are left out."""
     comm, uncovered = stages.comm, stages.trained.uncovered
     memory = {block: sum(memory_of(stages, block, comm.rank).values()) for block in stages.blocks}
-    lines = [_HEADER, *(_row_of(stages, block, nbytes) for block, nbytes in memory.items())]
+    lines = [_HEADER, *(_row_of(block, nbytes, comm, stages.closed) for block, nbytes in memory.items())]
     lines += [(name, "base", *[""] * 5, reason) for name, reason in uncovered.values()]
     used = [i for i in range(len(_HEADER)) if i == 0 or any(line[i] for line in lines[1:])]
     widths = {i: max(len(line[i]) for line in lines) for i in used}
     head, *rows = ("  ".join(line[i].ljust(widths[i]) for i in used).rstrip() for line in lines)
     rule = "-" * max(map(len, (head, *rows)))
-    never_saw = stages.sightings.never_saw
-    resting = [block for block in memory if stages.closed or never_saw(block) or not block.layer.weight.requires_grad]
+    resting = [block for block in memory if stages.closed or block.never_seen or not block.layer.weight.requires_grad]
     own = [p for block in resting for p in block.layer.parameters]
     base = sum(p.requires_grad for p in (*uncovered, *own))
     footer = [f"{_count(len(memory) - len(resting), 'layer')} preconditioned"]
@@ -222,7 +222,7 @@ def _table(stages: Stages) -> list[str]:
     return [rule, head, rule, *rows, rule, ", ".join(footer)]
 
 
-def _row_of(stages: Stages, block: Block, memory: int) -> tuple[str, ...]:
+def _row_of(block: Block, memory: int, comm: Communicator, closed: bool) -> tuple[str, ...]:
     """A layer's row of the table: a text for each column."""
     layer, workers = block.layer, block.workers
     notes = list(layer.notes)
@@ -231,11 +231,11 @@ def _row_of(stages: Stages, block: Block, memory: int) -> tuple[str, ...]:
     if not layer.weight.requires_grad:
         others = any(parameter.requires_grad for parameter in layer.parameters)
         notes.append("frozen, its bias trains by the base rule" if others else "frozen")
-    elif stages.closed:
+    elif closed:
         notes.append("by the base rule, as the curvature is closed")
-    elif stages.sightings.never_saw(block):
+    elif block.never_seen:
         notes.append("never seen in a backward pass, so by the base rule (a warning lists what may be the cause)")
-    elif stages.sightings.lost_sight_of(block):
+    elif block.out_of_sight:
         notes.append("no longer seen in backward passes, so the factors are old ones")
     elif not block.has_direction:
         notes.append("by the base rule until its first decomposition")
@@ -243,7 +243,7 @@ def _row_of(stages: Stages, block: Block, memory: int) -> tuple[str, ...]:
         notes.append("hardly stretched: its weights are changed between steps")
     a, g = (f"{spec.pairs} x {spec.dim}" if spec.pairs > 1 else str(spec.dim) for spec in block.specs)
     inverse, gradient = "", ""
-    if not stages.ranks.alone:
+    if comm.world_size > 1:
         inverse = "A {}, G {}".format(*workers.inverse_workers)
         gradient = _rank_list(workers.gradient_workers)
     size = human_bytes(memory) if memory else ""
