@@ -156,7 +156,7 @@ class ModelCalls:
 
 
 def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The input of a layer's call: the first argument, or the first tensor among keywords, in whatever order."""
+    """The input of a layer's call: the first argument, or the one named ``input``, or the first tensor among others."""
     if args:
         return args[0]
-    return next((given for given in kwargs.values() if isinstance(given, Tensor)), None)
+    return kwargs.get("input", next((given for given in kwargs.values() if isinstance(given, Tensor)), None))

@@ -290,7 +290,7 @@ class Capture:
             remove_taps()  # an interrupted call may have left its tap
         if torch.is_grad_enabled() and any(layer.weight.requires_grad for _, layer in projections):
             if tap is None:
-                query = input_of(args, kwargs)
+                query = args[0] if args else kwargs.get("query")
                 if not isinstance(query, Tensor):  # torch will refuse the call
                     return
                 tap = ProjectionTap(module, query)

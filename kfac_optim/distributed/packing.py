@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["by_rank", "packed", "empty_for", "unpack"]
+__all__ = ["by_rank", "empty_for", "packed", "unpack"]
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ Fisher of scale and shift per channel, which is the pair (1, F_c) with ``W = [sc
 Where to look::
 
     base.py          the base classes: weight, bias, pairs; from rows to moments, from tensors to matrices and back
-    options.py       the options that decide what a layer is; how much of a factor is kept
+    options.py       the options that concern layers; how much of a factor is kept (blocks, the diagonal)
     moments.py       second moments of rows
     registry.py      which module types have layers; register_layer
     search.py        from the modules of a model to its layers

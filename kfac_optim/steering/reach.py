@@ -19,9 +19,9 @@ Each layer has a reach of its own, which starts low. If the loss still falls alo
     slope = <g', stretch> / <g, stretch> > 0,    g = m / (the weight of all gradients in m)
 
 a longer stretch would have been better, and reach rises by a tenth of itself; else it falls. A slope below -1 says that
-the stretch was more than twice as long as the best one: it has met a wall, and reach falls by much more. So it does,
-once it has fallen, at slopes above 2: they are as far from 1/2, and only noise makes them so large. Where single
-gradients say so little, steps along flat directions should be short.
+the stretch was more than twice as long as the best one: it has met a wall, and reach falls by much more. Once a reach
+has fallen, it falls as much at slopes above 2, which are just as far from 1/2, and mostly noise. Where single gradients
+say so little, steps along flat directions should be short.
 
 Before its first fall, a reach is only known to be too small, and the less the slope has changed, the further it may be
 from where the loss ceases to fall. So until then it rises by more where the slope is above a half, by four tenths where
@@ -127,14 +127,14 @@ def _moved(reach: float, slope: float, *, fell: bool, warms_up: bool) -> float:
     Args:
         reach: The reach.
         slope: The loss's slope along the last stretch, divided by that before the step.
-        fell: Whether the slope has ever been negative.
+        fell: Whether the loss has ever ceased to fall along a stretch.
         warms_up: Whether the learning rate rises.
     """
     excess = max(-slope, slope - 1)  # above 1 outside of -1 to 2
     if slope > 0 and not (fell and excess > 1):
         unchanged = 0.0 if fell or warms_up else min(1.0, max(0.0, 2 * slope - 1))
         return min(_MOST, reach * _GROWTH * (_FIRST_GROWTH / _GROWTH) ** unchanged)
-    fall = max(1.0, min(excess**2, _FALL / _GROWTH)) if math.isfinite(slope) else _FALL / _GROWTH
+    fall = max(1.0, min(min(excess, _FALL) ** 2, _FALL / _GROWTH)) if math.isfinite(slope) else _FALL / _GROWTH
     return max(LEAST_REACH, reach / (_GROWTH * fall))
 
 

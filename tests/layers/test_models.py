@@ -108,6 +108,24 @@ def test_a_layer_called_by_keywords_is_seen_whatever_their_order() -> None:
     assert all(map(torch.equal, *(model.parameters() for model in models)))
 
 
+@pytest.mark.parametrize("mask", ["attn_mask", "key_padding_mask"])
+def test_attention_called_by_keywords_is_seen_whatever_their_order(mask: str) -> None:
+    """A mask that comes first is not taken for the query."""
+    x, targets = torch.randn(5, 8, 6), torch.randn(5, 8, 6)
+    given = {mask: torch.zeros(10, 8, 8) if mask == "attn_mask" else torch.zeros(5, 8)}
+    found = []
+    for first, last in [({}, given), (given, {})]:
+        torch.manual_seed(0)
+        model = nn.MultiheadAttention(6, 2, batch_first=True)
+        optimizer = KFACSGD(model, **TURNED, weight_sharing="reduce")
+        for _ in range(2):
+            optimizer.zero_grad()
+            F.mse_loss(model(**first, query=x, key=x, value=x, **last)[0], targets).backward()
+            optimizer.step()
+        found.append([factor for layer in optimizer.curvature.layers for factor in optimizer.curvature.factors(layer)])
+    assert len(found[0]) > 2 and all(map(torch.equal, *found))
+
+
 def test_a_call_that_torch_refuses_fails_as_without_the_optimizer() -> None:
     for model in (nn.MultiheadAttention(4, 2), nn.Linear(4, 2)):
         optimizer = KFACSGD(model, **TURNED)
