@@ -20,9 +20,9 @@ from ..layers import AttentionInputLayer, AttentionLayer, ProjectionCall
 
 __all__ = ["ProjectionTap", "remove_taps", "tap_of"]
 
-# Called with one use of a projection: index of the layer, 0, the input and the output of the projection, and the use
-# itself. Returns a replacement for the output, or None.
-Record = Callable[[int, int, Tensor, Tensor, ProjectionCall], Tensor | None]
+# Called with one use of a projection: its input, its output and the use itself. Returns a replacement for the output,
+# or None.
+Record = Callable[[Tensor, Tensor, ProjectionCall], Tensor | None]
 
 
 class ProjectionTap(TorchFunctionMode):
@@ -36,16 +36,16 @@ class ProjectionTap(TorchFunctionMode):
     def __init__(self, module: nn.Module, query: Tensor) -> None:
         super().__init__()
         self.module = module
-        # The layers whose weights the module applies, each with its index and what is called with each of its uses.
-        self.projections: list[tuple[Record, int, AttentionLayer]] = []
+        # The layers whose weights the module applies, each with what is called with each of its uses.
+        self.projections: list[tuple[Record, AttentionLayer]] = []
         self.examples = query.shape[0 if module.batch_first else 1] if query.dim() == 3 else 1
         self.rows_applied = 0  # how many rows of a packed weight the module has applied so far
         self.queries = 0  # how many queries each example has
         self.has_begun = False  # whether the call has got as far as torch's function
 
-    def add(self, projections: Iterable[tuple[int, AttentionLayer]], record: Record) -> None:
+    def add(self, projections: Iterable[tuple[Record, AttentionLayer]]) -> None:
         """Reports to one more engine; there are several if an optimizer has a part of the module's weights only."""
-        self.projections.extend((record, index, layer) for index, layer in projections)
+        self.projections.extend(projections)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one function of torch; inside it this mode is off."""
@@ -57,10 +57,10 @@ class ProjectionTap(TorchFunctionMode):
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         output, call = F.linear(input, weight, bias), None
-        for record, index, layer in self.projections:
+        for record, layer in self.projections:
             if layer.applies(weight):
                 call = call or self._call(layer, input, weight)
-                replaced = record(index, 0, input, output, call)
+                replaced = record(input, output, call)
                 output = output if replaced is None else replaced
         return output
 
@@ -102,7 +102,7 @@ def tap_of(module: nn.Module, layers: Collection[AttentionLayer]) -> ProjectionT
     tap = _get_current_function_mode()
     if not isinstance(tap, ProjectionTap) or tap.module is not module or tap.has_begun:
         return None
-    return None if any(own is known for own in layers for _, _, known in tap.projections) else tap
+    return None if any(own is known for own in layers for _, known in tap.projections) else tap
 
 
 def remove_taps() -> None:

@@ -67,7 +67,7 @@ class ModelCall:
         Under DDP Lightning runs ``training_step`` in this way, which contains the backward pass and the step. No graph
         holds a whole step, and torch 2.9 could not trace the comparison.
         """
-        if self.forward is None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self.forward is None:  # a graph must not depend on the bound method
             return False
         return bool(cast(nn.Module, self.module).forward != self.forward)
 

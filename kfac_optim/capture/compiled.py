@@ -24,6 +24,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..layers import ProjectionCall
@@ -31,7 +32,7 @@ from .autograd import in_backward
 from .calls import CONCURRENT, ModelCall, ModelCalls
 from .microbatch import BackwardPasses
 
-__all__ = ["CompiledCalls"]
+__all__ = ["CompiledCalls", "place_of"]
 
 # A CUDA graph would replay the operators' kernels without their Python code; with this tag inductor leaves them out.
 _TAG = getattr(torch.Tag, "cudagraph_unsafe", None)
@@ -41,6 +42,15 @@ _HANDLES = itertools.count()
 _WATCHERS: weakref.WeakValueDictionary[int, CompiledCalls] = weakref.WeakValueDictionary()
 # The keys are tensors that graphs save for their backward, so that an observation lives as long as its graph.
 _AWAITED: MutableMapping[Tensor, Callable[[Tensor], None] | None] = WeakTensorKeyDictionary()
+
+
+def place_of(index: int, use: int) -> Tensor:
+    """The index of a layer and of one of its modules, as an input of a graph that serves for all layers alike.
+
+    If they were constants of the graph, twelve blocks of a transformer that are compiled one by one would take twelve
+    graphs, which is more than dynamo makes; the blocks would then run without being compiled.
+    """
+    return torch.tensor((index, use), dtype=torch.int64, device="cpu")
 
 
 class CompiledCalls:
@@ -65,18 +75,18 @@ class CompiledCalls:
         """Notes that a model call has returned and M is known."""
         self._traced = call
 
-    def trace_layer_call(
-        self, index: int, use: int, a: Tensor, output: Tensor, projection: ProjectionCall | None
-    ) -> Tensor:
+    def trace_layer_call(self, place: Tensor, a: Tensor, output: Tensor, projection: ProjectionCall | None) -> Tensor:
         """Puts the operator into the graph; returns its result, which replaces the output."""
-        return cast(Tensor, _record_input(a, output, self._handle, index, use, list(projection or ()))[0])
+        return cast(Tensor, _record_input(a, output, place, self._handle, list(projection or ()))[0])
 
     # While a graph runs.
 
     def record_input(
         self, index: int, use: int, a: Tensor, output: Tensor, projection: ProjectionCall | None
-    ) -> Callable[[Tensor], None]:
+    ) -> Callable[[Tensor], None] | None:
         """Notes that a layer of the graph was applied; returns a function to call with the gradient of its output."""
+        if not self.recorder.wants(index, a, output, projection):
+            return None
         # A copy, because an observation may keep its input, and compiled code overwrites what it no longer needs.
         layer_call = self.recorder.observe(index, use, a.clone(), output, projection)
         if self._traced is not None:
@@ -107,23 +117,24 @@ class CompiledCalls:
 @torch.library.custom_op(
     "kfac_optim::record_input",
     mutates_args=(),
-    schema="(Tensor a, Tensor output, int handle, int index, int use, int[] projection) -> (Tensor, Tensor)",
+    schema="(Tensor a, Tensor output, Tensor place, int handle, int[] projection) -> (Tensor, Tensor)",
     **_OUTSIDE_CUDA_GRAPHS,
 )
 def _record_input(
-    a: Tensor, output: Tensor, handle: int, index: int, use: int, projection: Sequence[int]
+    a: Tensor, output: Tensor, place: Tensor, handle: int, projection: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """A copy of a layer's output, and a token that stands for the observation."""
     token, watcher = torch.zeros((), dtype=torch.int64, device="cpu"), _WATCHERS.get(handle)
     take = None
     if watcher is not None and watcher.recorder.enabled and output.numel():
+        index, use = place.tolist()
         take = watcher.record_input(index, use, a, output, ProjectionCall(*projection) if projection else None)
     _AWAITED[token] = take
     return output.clone(), token
 
 
 @_record_input.register_fake
-def _(a: Tensor, output: Tensor, handle: int, index: int, use: int, projection: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _(a: Tensor, output: Tensor, place: Tensor, handle: int, projection: Sequence[int]) -> tuple[Tensor, Tensor]:
     if _WATCHERS[int(handle)].sampled:  # looked at here, so that it is found during compilation
         raise RuntimeError(
             "the sampled Fisher needs gradients of single layers before the backward pass, which a compiled graph "
@@ -156,8 +167,9 @@ def _save_token(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
     ctx.save_for_backward(output[1])
 
 
+@_disable_dynamo
 def _backward(ctx: Any, g: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    return None, _record_output_gradient(g, *ctx.saved_tensors), None, None, None, None
+    return None, _record_output_gradient(g, *ctx.saved_tensors), None, None, None
 
 
 _record_input.register_autograd(_backward, setup_context=_save_token)

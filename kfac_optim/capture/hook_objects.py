@@ -6,7 +6,7 @@ A hook holds its owner weakly, so that a model keeps no optimizer alive, and doe
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,12 +25,15 @@ class Hook:
     Args:
         method: The method, bound to its owner; None in copies and pickles.
         *args: The method's first arguments; those of the hook follow.
+        traced: The method to call instead while dynamo traces a graph, with its first arguments. Dynamo makes a new
+            graph for each Python number that it meets in them, but the same graph serves for all tensors of one shape.
     """
 
-    def __init__(self, method: Any, *args: Any) -> None:
+    def __init__(self, method: Any, *args: Any, traced: tuple[Any, ...] = ()) -> None:
         self.owner = None if method is None else weakref.ref(method.__self__)
         self.function: Any = getattr(method, "__func__", None)
         self.args = args
+        self.traced: tuple[Any, ...] = tuple(getattr(given, "__func__", given) for given in traced)
         self.module: Callable[[], Any] | None = None
 
     def of(self, module: nn.Module) -> Hook:
@@ -46,6 +49,9 @@ class Hook:
             if getattr(args[0], "_is_replica", False) and torch.is_grad_enabled():  # nn.DataParallel on several GPUs
                 raise RuntimeError(CONCURRENT)
             return None
+        if self.traced and torch.compiler.is_compiling():
+            function, *own = self.traced
+            return function(owner, *own, *args)
         return self.function(owner, *self.args, *args)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -70,8 +76,8 @@ class FirstHook(Hook):
     It refuses CUDA graphs that are being recorded. ``in_every_step``: another method of the owner, for such calls.
     """
 
-    def __init__(self, method: Any, *args: Any, in_every_step: Any = None) -> None:
-        super().__init__(method, *args)
+    def __init__(self, method: Any, *args: Any, traced: tuple[Any, ...] = (), in_every_step: Any = None) -> None:
+        super().__init__(method, *args, traced=traced)
         self.in_every_step = getattr(in_every_step, "__func__", None)
 
     def __call__(self, *args: Any) -> Any:
@@ -84,24 +90,39 @@ class FirstHook(Hook):
 
 
 class Hooks:
-    """The hooks that call one owner's methods. They are removed together, at the latest when the owner is gone."""
+    """The hooks that call one owner's methods. They are removed together, at the latest when the owner is gone.
+
+    The n-th hook of each module has the same number: dynamo makes a graph for each number that it meets, and blocks of
+    a model that are compiled one by one are to share graphs.
+    """
 
     def __init__(self, owner: Any) -> None:
         self._handles: list[Any] = []
+        self._numbers: list[int] = []  # of the n-th hook of a module
+        self._last: tuple[int, int] = (0, 0)  # the id of the last module, and how many hooks it has got
         weakref.finalize(owner, self.remove)
 
     def before(self, module: nn.Module, hook: Hook, *, first: bool = False) -> None:
         """Puts a hook before the calls of a module; ``first``: before all others."""
-        self._handles.append(module.register_forward_pre_hook(hook.of(module), with_kwargs=True))
+        self._keep(module.register_forward_pre_hook(hook.of(module), with_kwargs=True), module)
         if first:
             _put_last_first(module._forward_pre_hooks)
 
     def after(self, module: nn.Module, hook: Hook, *, first: bool = False, always_call: bool = False) -> None:
         """As :meth:`before`, after the calls; ``always_call``: also if they end with an exception."""
         handle = module.register_forward_hook(hook.of(module), with_kwargs=True, always_call=always_call)
-        self._handles.append(handle)
+        self._keep(handle, module)
         if first:
             _put_last_first(module._forward_hooks)
+
+    def _keep(self, handle: Any, module: nn.Module) -> None:
+        """Keeps a hook that was put on a module, under its number."""
+        last, n = self._last
+        n = n if last == id(module) else 0
+        self._last = id(module), n + 1
+        if n == len(self._numbers):
+            self._numbers.append(handle.id)
+        self._handles.append(_NumberedHook(handle, self._numbers[n]))
 
     def leave_behind(self, module: nn.Module) -> None:
         """Keeps the hooks out of copies and pickles of a module."""
@@ -113,6 +134,29 @@ class Hooks:
         """Removes all hooks."""
         while self._handles:
             self._handles.pop().remove()
+
+
+class _NumberedHook:
+    """A hook whose number in the module's dictionaries is not the one that torch has given it; the handle to remove it.
+
+    Args:
+        handle: Torch's handle.
+        number: The number; the module's last hook gets it.
+    """
+
+    def __init__(self, handle: Any, number: int) -> None:
+        self._references, self._number = (handle.hooks_dict_ref, *handle.extra_dict_ref), number
+        for hooks in self._dictionaries():
+            if handle.id in hooks:
+                hooks[number] = hooks.pop(handle.id)
+
+    def remove(self) -> None:
+        """Removes the hook."""
+        for hooks in self._dictionaries():
+            hooks.pop(self._number, None)
+
+    def _dictionaries(self) -> Iterator[dict[int, Any]]:
+        return (hooks for reference in self._references if (hooks := reference()) is not None)
 
 
 def _put_last_first(hooks: dict[int, Any]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Collection, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from ..layers import AttentionLayer, KroneckerLayer, ProjectionCall
 from .attention import ProjectionTap, remove_taps, tap_of
 from .autograd import as_plain, in_backward, own_result, when_gradient_arrives
 from .calls import ModelCall, ModelCalls, input_of
-from .compiled import CompiledCalls
+from .compiled import CompiledCalls, place_of
 from .fisher import Fisher
 from .hook_objects import FirstHook, Hook, Hooks
 from .loss_terms import LossTerms, main_tensor
@@ -64,7 +64,6 @@ class Capture:
     ) -> None:
         self.layers = list(layers)
         self._signs, self._loss_terms = signs, loss_terms
-        self._left_out: Collection[int] = ()
         self._calls, self._uses = ModelCalls(), WeightUses(self.layers)
         self._recorder = Recorder(self.layers, dtype, stopwatch)
         self._passes = BackwardPasses(self._recorder, signs.note_captured_lost)
@@ -99,14 +98,13 @@ class Capture:
             fraction: The share of the examples that statistics are collected from.
             grad_scaler: The scaler whose loss scale the gradients carry, if any.
         """
-        self._recorder.prepare(enabled=enabled, fraction=fraction, grad_scaler=grad_scaler)
-        self._left_out = left_out
+        self._recorder.prepare(enabled=enabled, fraction=fraction, grad_scaler=grad_scaler, left_out=left_out)
         if self._sampling is not None:
             self._sampling.prepare(step, rank)
 
     def close(self) -> None:
         """Removes every hook and forgets what was captured."""
-        self._recorder.prepare(enabled=False, fraction=1.0, grad_scaler=None)
+        self._recorder.prepare(enabled=False)
         self.discard()
         self._hooks.remove()
 
@@ -144,25 +142,32 @@ class Capture:
     def _attach(self, roots: Iterable[nn.Module]) -> None:
         """Hooks every layer, and every module that contains one, as any of them may be the outermost call."""
         uses: dict[nn.Module, list[tuple[int, int]]] = {}  # a module may have several layers
+        attention: dict[nn.Module, list[tuple[int, AttentionLayer]]] = {}
         for index, layer in enumerate(self.layers):
-            for number, module in enumerate(layer.modules if layer.host is None else ()):
+            if isinstance(layer, AttentionLayer):
+                attention.setdefault(layer.host, []).append((index, layer))
+                continue
+            for number, module in enumerate(layer.modules):
                 uses.setdefault(module, []).append((index, number))
-        hosts = {layer.host for layer in self.layers if layer.host is not None}
-        for module in _containing({*uses, *hosts}, roots):
+        for module in _containing({*uses, *attention}, roots):
             self._hooks.leave_behind(module)
             own = uses.get(module, [])
             # Those of layers run first, because other hooks may change the output. Only the hooks of tensor parallelism
             # run before them, since they turn DTensors into local tensors.
             first = not (own and self.layers[own[0][0]].is_shard)
             if len(own) == 1 and not list(module.children()):  # one hook: three can take as long as a small layer
-                hook = FirstHook(self._on_layer_call, *own[0], in_every_step=self._note_if_frozen)
-                self._hooks.after(module, hook, first=first)
+                traced: tuple[Any, ...] = self._trace_layer_call, place_of(*own[0])
+                of_layer = FirstHook(self._on_layer_call, *own[0], traced=traced, in_every_step=self._note_if_frozen)
+                self._hooks.after(module, of_layer, first=first)
                 continue
             for use in own:
-                self._hooks.after(module, Hook(self._record_input, *use), first=first)
+                hook = Hook(self._record_input, *use, traced=(self._trace_input, place_of(*use)))
+                self._hooks.after(module, hook, first=first)
             self._hooks.before(module, FirstHook(self._on_model_call_start), first=True)
-            if module in hosts:
-                self._hooks.before(module, Hook(self._on_attention_start))
+            if module in attention:
+                layers = [((i, 0), layer) for i, layer in attention[module]]
+                traced = self._on_attention_start, [((place_of(*place),), layer) for place, layer in layers]
+                self._hooks.before(module, Hook(self._on_attention_start, layers, traced=traced))
                 self._hooks.after(module, Hook(self._on_attention_end), always_call=True)
             self._hooks.after(module, Hook(self._on_model_call_end), always_call=True)
 
@@ -216,10 +221,21 @@ class Capture:
         self, index: int, use: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Tensor | None:
         """Does the work of all three hooks for a layer without submodules, which may be the outermost call itself."""
-        if not torch.compiler.is_compiling() and self._calls.is_inner(module):  # as most are
+        if self._calls.is_inner(module):  # as most are
             return self._record_input(index, use, module, args, kwargs, output)
         self._on_model_call_start(module, args, kwargs)
         replaced = self._record_input(index, use, module, args, kwargs, output)
+        self._on_model_call_end(module, args, kwargs, output if replaced is None else replaced)
+        return replaced
+
+    def _trace_layer_call(
+        self, place: Tensor, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Tensor | None:
+        """As :meth:`_on_layer_call`; to ask which module has opened the call would tie the graph to this layer."""
+        if self._calls.current is not None:
+            return self._trace_input(place, module, args, kwargs, output)
+        self._on_model_call_start(module, args, kwargs)
+        replaced = self._trace_input(place, module, args, kwargs, output)
         self._on_model_call_end(module, args, kwargs, output if replaced is None else replaced)
         return replaced
 
@@ -235,25 +251,30 @@ class Capture:
     ) -> Tensor | None:
         return self._record(index, use, input_of(args, kwargs), output)
 
+    def _trace_input(
+        self, place: Tensor, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Tensor | None:
+        return self._trace(place, input_of(args, kwargs), output)
+
     def _record(
         self, index: int, use: int, a: Any, output: Any, projection: ProjectionCall | None = None
     ) -> Tensor | None:
-        """Records a layer's call; in a graph that is being traced, returns what takes the place of the output."""
-        layer = self.layers[index]
-        if index in self._left_out or not (torch.is_grad_enabled() and layer.weight.requires_grad):
-            return None
-        if not (isinstance(output, Tensor) and output.requires_grad and isinstance(a, Tensor)):
+        """Records a layer's call."""
+        if not _needs_gradient(a, output):
             return None
         a = own_part(a)  # with tensor parallelism, this rank's part: all columns, or its own
-        if projection is None and not _is_local(layer, a, output):
-            return None
-        if torch.compiler.is_compiling():
-            return self._compiled.trace_layer_call(index, use, a, output, projection)
-        if torch._C._functorch.is_functorch_wrapped_tensor(output):
-            self._await_hidden(index, output)
-        else:
-            self._record_call(index, use, as_plain(a), output, projection)
+        if self._recorder.wants(index, a, output, projection):
+            if torch._C._functorch.is_functorch_wrapped_tensor(output):
+                self._await_hidden(index, output)
+            else:
+                self._record_call(index, use, as_plain(a), output, projection)
         return None
+
+    def _trace(self, place: Tensor, a: Any, output: Any, projection: ProjectionCall | None = None) -> Tensor | None:
+        """As :meth:`_record`, in a graph that is being traced; returns what takes the place of the output."""
+        if not _needs_gradient(a, output) or is_sharded(output):
+            return None
+        return self._compiled.trace_layer_call(place, own_part(a), output, projection)
 
     def _record_call(self, index: int, use: int, a: Tensor, output: Tensor, projection: ProjectionCall | None) -> None:
         """Takes the moment of a layer's input now, and that of its output's gradient when this arrives."""
@@ -282,20 +303,30 @@ class Capture:
 
     # Attention ------------------------------------------------------------------------------------------------------
 
-    def _on_attention_start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        attention = ((i, layer) for i, layer in enumerate(self.layers) if isinstance(layer, AttentionLayer))
-        projections = [(i, layer) for i, layer in attention if layer.host is module]
-        tap = tap_of(module, [layer for _, layer in projections])
-        if tap is None and not torch.compiler.is_compiling():
+    def _on_attention_start(
+        self,
+        layers: Sequence[tuple[tuple[Any, ...], AttentionLayer]],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Watches the projections of one call.
+
+        ``layers``: each with the first arguments of :meth:`_record` or, while it is traced, of :meth:`_trace`.
+        """
+        is_traced = torch.compiler.is_compiling()
+        tap = tap_of(module, [layer for _, layer in layers])
+        if tap is None and not is_traced:
             remove_taps()  # an interrupted call may have left its tap
-        if torch.is_grad_enabled() and any(layer.weight.requires_grad for _, layer in projections):
+        if torch.is_grad_enabled() and any(layer.weight.requires_grad for _, layer in layers):
             if tap is None:
                 query = args[0] if args else kwargs.get("query")
                 if not isinstance(query, Tensor):  # torch will refuse the call
                     return
                 tap = ProjectionTap(module, query)
                 tap.__enter__()
-            tap.add(projections, self._record)
+            record: Callable[..., Any] = self._trace if is_traced else self._record
+            tap.add([(functools.partial(record, *place), layer) for place, layer in layers])
 
     def _on_attention_end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         remove_taps()
@@ -309,9 +340,8 @@ def _containing(watched: Set[nn.Module], roots: Iterable[nn.Module]) -> Iterable
     return [module for module in unwrapped if any(child in watched for child in module.modules())]
 
 
-def _is_local(layer: KroneckerLayer, a: Tensor, output: Tensor) -> bool:
-    """Whether the output is a plain tensor with a row for each row of the input; tensor parallelism makes others."""
-    # The shapes are those of an nn.Linear. With FSDP2 a layer's outputs are its own, and may have other shapes.
-    if layer.is_shard and (output.shape[-1] != layer.d_out or a.shape[:-1] != output.shape[:-1]):
+def _needs_gradient(a: Any, output: Any) -> bool:
+    """Whether a layer was applied to a tensor, and a gradient of its output will be computed."""
+    if not (torch.is_grad_enabled() and isinstance(output, Tensor) and isinstance(a, Tensor)):
         return False
-    return not is_sharded(output)
+    return output.requires_grad

@@ -194,6 +194,7 @@ class BackwardPasses:
         if changed := watch.changed(statistics.sums):
             statistics.restart_cleared(changed, watch.largest(changed))
 
+    @_disable_dynamo  # or it would be compiled where a whole training step is
     def _on_backward_end(self) -> None:
         """Adds the micro-batch of the backward pass, which has ended, to the step's statistics."""
         with self._lock:
@@ -213,6 +214,7 @@ class BackwardPasses:
         # A second callback, queued only now, so that it runs after those in which DDP and FSDP2 finish the gradients.
         torch.autograd.Variable._execution_engine.queue_callback(self._remember_gradients)
 
+    @_disable_dynamo
     def _remember_gradients(self) -> None:
         self._watch.remember({**self.statistics.sums, **self.to_caller.sums})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..common.precision import full_precision
 from ..common.stopwatch import Stopwatch
+from ..distributed import is_sharded
 from ..layers import AttentionInputLayer, KroneckerLayer, LinearLayer, Observation, ProjectionCall
 from .autograd import as_plain
 
@@ -48,10 +49,25 @@ class Recorder:
         self.layers, self.dtype, self.stopwatch = layers, dtype, stopwatch
         self.enabled, self._fraction = False, 1.0
         self._grad_scaler: torch.amp.GradScaler | None = None
+        self._left_out: Collection[int] = ()
 
-    def prepare(self, *, enabled: bool, fraction: float, grad_scaler: torch.amp.GradScaler | None) -> None:
+    def prepare(
+        self,
+        *,
+        enabled: bool,
+        fraction: float = 1.0,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        left_out: Collection[int] = (),
+    ) -> None:
         """Sets what the coming step records: see :meth:`~kfac_optim.capture.hooks.Capture.prepare`."""
-        self.enabled, self._fraction, self._grad_scaler = enabled, fraction, grad_scaler
+        self.enabled, self._fraction, self._grad_scaler, self._left_out = enabled, fraction, grad_scaler, left_out
+
+    def wants(self, index: int, a: Tensor, output: Tensor, projection: ProjectionCall | None) -> bool:
+        """Whether a call of a layer is to be recorded; see :meth:`observe` for the arguments."""
+        layer = self.layers[index]
+        if index in self._left_out or not layer.weight.requires_grad:
+            return False
+        return projection is not None or _is_local(layer, a, output)
 
     @property
     def has_scaler(self) -> bool:
@@ -150,6 +166,14 @@ def dense_input(layer: KroneckerLayer, a: Tensor) -> Tensor | None:
     if a.is_nested:  # the positions of all examples, one after the other
         return _positions_of(a) if isinstance(layer, LinearLayer) and layer.sharing == "expand" else None
     return a if a.layout is torch.strided else a.to_dense()
+
+
+def _is_local(layer: KroneckerLayer, a: Tensor, output: Tensor) -> bool:
+    """Whether the output is a plain tensor with a row for each row of the input; tensor parallelism makes others."""
+    # The shapes are those of an nn.Linear. With FSDP2 a layer's outputs are its own, and may have other shapes.
+    if layer.is_shard and (output.shape[-1] != layer.d_out or a.shape[:-1] != output.shape[:-1]):
+        return False
+    return not is_sharded(output)
 
 
 def _positions_of(nested: Tensor) -> Tensor:

@@ -39,6 +39,8 @@ class AttentionLayer(LinearLayer):
         bias_part: The slice of the bias that belongs to this weight.
     """
 
+    host: nn.Module
+
     def __init__(
         self,
         name: str,

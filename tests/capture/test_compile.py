@@ -28,7 +28,12 @@ from tests.helpers.compare import assert_close, assert_identical, assert_same_fa
 from tests.helpers.ranks import run_ranks
 from tests.helpers.settings import FLOAT64, KINDS, OFTEN, SETTINGS
 from tests.helpers.training import backward, make_model, train
-from tests.helpers.versions import needs_export_flag, needs_graph_tag
+from tests.helpers.versions import (
+    needs_export_flag,
+    needs_graph_tag,
+    needs_shared_graphs,
+    needs_traced_function_modes,
+)
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -42,6 +47,7 @@ def fresh() -> Iterator[None]:
     """No graph and no count of another test."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
+    torch._dynamo.utils.clear_compilation_metrics()
     yield
     torch._dynamo.reset()
 
@@ -288,6 +294,44 @@ def test_whenever_and_whatever_is_compiled(when: str) -> None:
     assert graphs() >= 2, "nothing was compiled"
 
 
+class Nested(nn.Module):
+    """A block with layers of its own and in a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(6), nn.Linear(5, 6)
+        self.part = nn.Sequential(nn.Linear(6, 5), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(self.part(self.norm(x)))
+
+
+def encoder_block() -> nn.Module:
+    return nn.TransformerEncoderLayer(6, 2, 5, dropout=0.0, batch_first=True)
+
+
+@pytest.mark.fast("Nested")
+@needs_shared_graphs
+@pytest.mark.parametrize("make", [Nested, pytest.param(encoder_block, marks=needs_traced_function_modes)])
+def test_blocks_that_are_compiled_one_by_one_share_graphs(make: Callable[[], nn.Module]) -> None:
+    """A graph for each would be more than dynamo makes, and the other blocks would run without being compiled."""
+
+    def blocks() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 6), *(make() for _ in range(9)), nn.Linear(6, 3))
+
+    def one(call: Call, step: int) -> None:
+        F.cross_entropy(call(numbers(step, 8, 2, 4)).mean(1), classes(step)).backward()
+
+    def one_by_one(model: nn.Module) -> nn.Module:
+        for block in list(model)[1:-1]:  # type: ignore[call-overload]
+            block.compile(backend="aot_eager", fullgraph=True)
+        return model
+
+    assert_same(blocks, one, one_by_one)
+    assert graphs() == 2, "one graph for steps with statistics, one for steps without"
+
+
 @pytest.mark.slow
 def test_attention() -> None:
     """Every projection of every kind of attention, and the table says nothing else."""
@@ -517,6 +561,8 @@ def test_a_step_in_a_compiled_function_breaks_the_graph_and_runs_as_ever(whole: 
         return model
 
     assert_identical(trained(True), trained(False))
+    ours = [m for m in torch._dynamo.utils.get_compilation_metrics() if "kfac_optim" in str(m.co_filename)]
+    assert not [f"{m.co_filename}: {m.co_name}" for m in ours if not str(m.co_filename).endswith("optimizers.py")]
 
 
 @pytest.mark.parametrize("cls", [torch.optim.SGD, KFACSGD])

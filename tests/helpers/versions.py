@@ -11,6 +11,7 @@ from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import ScheduleGPipe
 
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 ADAM_DECOUPLES = "decoupled_weight_decay" in inspect.signature(torch.optim.Adam).parameters
 RATES_OF_ONE_DIMENSION = hasattr(sys.modules[torch.optim.Optimizer.__module__], "_to_scalar")
 FLATTENS_DICTS = "nested" in inspect.getsource(state_dict._flatten_optim_state_dict)  # a block's factors are one
@@ -31,6 +32,12 @@ needs_flat_dicts = pytest.mark.skipif(
 )
 needs_export_flag = pytest.mark.skipif(
     not hasattr(torch.compiler, "_is_exporting_flag"), reason="this torch does not say that it exports"
+)
+needs_shared_graphs = pytest.mark.skipif(
+    VERSION < (2, 9), reason="this torch makes a graph for each object that is called (2.7 and 2.8 were not tried)"
+)
+needs_traced_function_modes = pytest.mark.skipif(
+    VERSION < (2, 10), reason="this torch can't compile a hook that leaves a function mode on"
 )
 needs_saved_tensors_hooks = pytest.mark.skipif(
     not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"),
