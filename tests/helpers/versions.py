@@ -37,7 +37,7 @@ needs_shared_graphs = pytest.mark.skipif(
     VERSION < (2, 9), reason="this torch makes a graph for each object that is called (2.7 and 2.8 were not tried)"
 )
 needs_traced_function_modes = pytest.mark.skipif(
-    VERSION < (2, 10), reason="this torch can't compile a hook that leaves a function mode on"
+    VERSION < (2, 12), reason="this torch can't compile a hook that leaves a function mode on"
 )
 needs_saved_tensors_hooks = pytest.mark.skipif(
     not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"),
