@@ -117,7 +117,7 @@ class CompiledCalls:
 @torch.library.custom_op(
     "kfac_optim::record_input",
     mutates_args=(),
-    schema="(Tensor a, Tensor output, Tensor place, int handle, int[] projection) -> (Tensor, Tensor)",
+    schema="(Tensor a, Tensor output, Tensor place, int handle, SymInt[] projection) -> (Tensor, Tensor)",
     **_OUTSIDE_CUDA_GRAPHS,
 )
 def _record_input(

@@ -332,6 +332,22 @@ def test_blocks_that_are_compiled_one_by_one_share_graphs(make: Callable[[], nn.
     assert graphs() == 2, "one graph for steps with statistics, one for steps without"
 
 
+@pytest.mark.parametrize("make", [Nested, encoder_block])
+def test_batches_of_many_sizes_share_a_graph(make: Callable[[], nn.Module]) -> None:
+    """After two sizes dynamo makes a graph for all, as it does without K-FAC."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 6), make(), nn.Linear(6, 3))
+
+    def one(call: Call, step: int) -> None:
+        size = 4 + step
+        F.cross_entropy(call(numbers(step, size, 2, 4)).mean(1), classes(step, size)).backward()
+
+    assert_same(model, one, factor_update_steps=1)
+    assert graphs() == 2
+
+
 @pytest.mark.slow
 def test_attention() -> None:
     """Every projection of every kind of attention, and the table says nothing else."""
