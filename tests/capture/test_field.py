@@ -101,6 +101,17 @@ def test_transforms_hide_the_layers_and_the_first_step_says_so_each_time(
     assert optimizer.curvature.stages.refresher.refreshes > 0
 
 
+def test_copies_that_use_the_weights_of_the_model_hide_its_layers_and_the_error_names_them() -> None:
+    """The library higher (MAML) calls functional copies of all modules, as here a copy of the model."""
+    model = small()
+    optimizer = KFACSGD(model, **OPTIONS)
+    out = functional_call(copy.deepcopy(model), dict(model.named_parameters()), (torch.randn(8, 4),))
+    F.cross_entropy(out, torch.randint(3, (8,))).backward()
+    assert all(p.grad is not None and p.grad.norm() > 0 for p in model.parameters())
+    with pytest.raises(RuntimeError, match="none of its layers was seen.*or copies of them"):
+        optimizer.step()
+
+
 def test_a_trained_model_of_which_nothing_is_seen_any_more_is_an_error_in_each_step() -> None:
     model = small()
     optimizer = KFACSGD(model, **OPTIONS | {"factor_update_steps": 3, "inv_update_steps": 6})
