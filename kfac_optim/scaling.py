@@ -16,7 +16,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from .common.checks import is_int, is_positive, require_number
+from .common.checks import is_positive, require_number
 from .schedules import Schedule, value_at
 from .stacks import Direction, Stacked, ratio
 
@@ -167,7 +167,7 @@ class Unit:
 # Of the iteration s -> a s + b s^3 + c s^5 on singular values, which takes those of 0.03 to above 0.7 in three steps
 # (Jordan et al. 2024, as in torch.optim.Muon).
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-_AT_ONCE = 3  # iterations on the squares of singular values; rounding grows by a^2 in each (to 0.3 % with TF32)
+_ITERATIONS = 3  # on the squares of singular values; rounding grows by a^2 in each (to 0.3 % with TF32)
 
 
 @dataclass(frozen=True)
@@ -175,22 +175,9 @@ class Orthogonal(Unit):
     """Brings the singular values of each pair's direction together; the norm is that of :class:`Unit`.
 
     This is what Muon does with the momentum (Jordan et al. 2024), done with K-FAC's direction. Norm layers are left as
-    they are, and each shard of tensor parallelism is treated by itself. Three iterations take two products with the
-    whole direction, and nine of square matrices with the rows of its smaller side.
-
-    Args:
-        iterations: Newton-Schulz iterations, >= 1. Default 3.
-
-    Raises:
-        TypeError: If the argument is not a number.
-        ValueError: If it is not an int >= 1.
+    they are, and each shard of tensor parallelism is treated by itself. Three Newton-Schulz iterations take two
+    products with the whole direction, and nine of square matrices with the rows of its smaller side.
     """
-
-    iterations: int = 3
-
-    def __post_init__(self) -> None:
-        allowed = "an int >= 1"
-        require_number("iterations", self.iterations, allowed, lambda x: is_int(x) and x >= 1, owner="Orthogonal")
 
     def turned(self, directions: Sequence[Direction]) -> list[Direction]:
         """The stacks with directions whose singular values are closer together."""
@@ -201,24 +188,25 @@ class Orthogonal(Unit):
         wide = matrix.shape[1] <= matrix.shape[2]
         # Not a division by the norm: a direction may be zero.
         x = matrix * ratio(matrix.new_ones(len(matrix)), d.norm(matrix)).view(-1, 1, 1)
-        for done in range(0, self.iterations, _AT_ONCE):
-            by = _newton_schulz(x @ x.mT if wide else x.mT @ x, min(_AT_ONCE, self.iterations - done))
-            x = by @ x if wide else x @ by
-        return x
+        by = _newton_schulz(x @ x.mT if wide else x.mT @ x)
+        return by @ x if wide else x @ by
 
 
-def _newton_schulz(gram: Tensor, iterations: int) -> Tensor:
-    """What s is multiplied by in some iterations, as a function of ``s^2``, of the matrices ``gram [p, n, n]``."""
-    a, b, c = _NEWTON_SCHULZ
-    product = None
-    for i in range(iterations):
-        by = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        by.diagonal(dim1=1, dim2=2).add_(a)
-        product = by if product is None else by @ product
-        if i + 1 < iterations:
-            gram = by @ gram @ by
-    assert product is not None
+def _newton_schulz(gram: Tensor) -> Tensor:
+    """What s is multiplied by in all iterations, as a function of ``s^2``, of the matrices ``gram [p, n, n]``."""
+    by = product = _polynomial(gram)
+    for _ in range(_ITERATIONS - 1):
+        gram = by @ gram @ by
+        by = _polynomial(gram)
+        product = by @ product
     return product
+
+
+def _polynomial(gram: Tensor) -> Tensor:
+    a, b, c = _NEWTON_SCHULZ
+    by = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+    by.diagonal(dim1=1, dim2=2).add_(a)
+    return by
 
 
 @dataclass(frozen=True)

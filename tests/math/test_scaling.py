@@ -155,16 +155,15 @@ def test_the_rate_of_a_base_is_computed_once_in_a_step(monkeypatch: pytest.Monke
     assert taken == [1]
 
 
-@pytest.mark.parametrize("iterations", [1, 3, 5])
-def test_orthogonal_moves_singular_values_alone(iterations: int) -> None:
+def test_orthogonal_moves_singular_values_alone() -> None:
     """Each by Muon's polynomial; the singular vectors stay, and the norm is that of the unit scaling."""
     wide, zero = torch.randn(4, 3, 7, dtype=torch.float64), torch.zeros(1, 3, 7, dtype=torch.float64)
     for matrices in (torch.cat([wide, zero]), torch.cat([wide, zero]).mT):
         d = Direction(matrices, matrices, matrices, 0.1)
-        (found,) = scaled_by(Orthogonal(iterations), Stacked.of([d]), 0)
+        (found,) = scaled_by(Orthogonal(), Stacked.of([d]), 0)
         u, s, v = torch.linalg.svd(wide if matrices.shape[1] == 3 else wide.mT, full_matrices=False)
         s = s / s.norm(dim=1, keepdim=True)
-        for _ in range(iterations):
+        for _ in range(3):
             s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
         expected = u * s[:, None] @ v
         expected *= Unit.target(d)[:4, None, None] / torch.linalg.matrix_norm(expected)[:, None, None]

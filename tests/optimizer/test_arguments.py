@@ -31,7 +31,6 @@ from kfac_optim import (
     KroneckerLayer,
     OfLargest,
     OfMean,
-    Orthogonal,
     constant_then_scaled,
     exponential_decay,
     forgetting,
@@ -408,7 +407,6 @@ OBJECTS: list[tuple[Any, Any, type[Exception], str]] = [
     (forgetting, forgetting(0.5), TypeError, "must be a number or a function of the step"),
     (lambda x: forgetting(0.9, slack=x), 0.5, ValueError, r"forgetting\(slack=0.5\): must be >= 1"),
     (lambda x: forgetting(0.9, slack=x), "x", TypeError, r"forgetting\(slack='x'\)"),
-    *((Orthogonal, x, kind, "iterations") for x, kind in ((0, ValueError), (2.5, ValueError), ("3", TypeError))),
     *(
         (lambda x: EigenSolver(negligible=x), x, ValueError, r"EigenSolver\(negligible=.*\): must be in \[0, 1\)")
         for x in (-0.1, 1.0, NAN)
