@@ -127,7 +127,7 @@ def test_counts_of_libraries_are_those_of_the_file() -> None:
     assert "in {lower} of {runs} runs".format(**own) in scripts
 
 
-@pytest.mark.parametrize("file", [f"fresh-{number}" for number in range(3, 11)])
+@pytest.mark.parametrize("file", [f"fresh-{number}" for number in range(3, 12)])
 def test_counts_of_public_scripts_are_those_of_the_file(file: str) -> None:
     runs = json.loads((FILES / f"{file}.json").read_text(encoding="utf-8"))["runs"]
     points = [point for run in runs for point in zip(run["base"], run["swap"], strict=True)]
