@@ -25,10 +25,10 @@ from tqdm import tqdm
 from benchmarks.common.works import Work
 from benchmarks.step_time.contenders import Contender
 from benchmarks.step_time.measure import Cost, beside, figures, result_of
-from benchmarks.step_time.timing import ORDINARY, Place, Run, peak_bytes
+from benchmarks.step_time.timing import ORDINARY, REFRESH, STATISTICS, Place, Run, peak_bytes
 from kfac_optim import CurvatureEngine
 
-BASE, REPEATED, STATISTICS, REFRESH = "base", "repeated", "statistics", "refresh"
+BASE, REPEATED = "base", "repeated"
 KINDS = (BASE, REPEATED, ORDINARY, STATISTICS, REFRESH)
 WARM = 21  # steps before the timed run: if refreshes do not wait, the second begins in step 10 and ends by then
 FEWEST = 12  # steps that are timed in any case

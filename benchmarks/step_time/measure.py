@@ -74,7 +74,7 @@ def by_rounds(
     for label in [label for label in runs if label != base]:
         means = {kind: statistics.fmean(each) for kind, each in measured[label].items()}
         for schedule in schedules:
-            costs[label, schedule] = Cost(*compose(schedule, runs[label].spread, means)), plain
+            costs[label, schedule] = Cost(*compose(schedule, means)), plain
     return costs, measured
 
 

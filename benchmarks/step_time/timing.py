@@ -1,9 +1,9 @@
 """What a training step costs: seconds by kind of step, and peak memory, of optimizers that take turns.
 
 A step of K-FAC is of one of few kinds: *ordinary* (the gradient is preconditioned), *statistics* (factors are updated
-as well), *refresh j* (step ``j`` of a refresh: 0 alone does all of it, or it is spread over ``j = 0..spread``). Each
-kind is timed by itself, by setting the engine's intervals before the step; the cost of any schedule follows by
-arithmetic (:func:`compose`). One period of "every 50/500" so costs the time of a few steps instead of 500.
+as well), *refresh* (all factors are decomposed as well). Each kind is timed by itself, by setting the engine's
+intervals before the step; the cost of any schedule follows by arithmetic (:func:`compose`). One period of "every
+50/500" so costs the time of a few steps instead of 500.
 
 All optimizers take turns step by step, so that disturbances of the machine hit all of them alike. On the CPU seconds
 are those of ``time.process_time``; on a GPU those of the wall, between synchronisations.
@@ -27,7 +27,7 @@ from benchmarks.common.works import Schedule, Work
 from benchmarks.step_time.contenders import NEVER, Contender
 from kfac_optim import CurvatureEngine
 
-ORDINARY = "ordinary"
+ORDINARY, STATISTICS, REFRESH = "ordinary", "statistics", "refresh"
 BATCHES = 4  # that a run goes through in turn
 LATE = 1000  # the step at which the spread is looked at, where that depends on the step
 
@@ -46,36 +46,25 @@ class Turn:
     refresh: bool = False
 
 
-def refresh_kind(elapsed: int) -> str:
-    """Name of the step that many steps after the start of a refresh."""
-    return f"refresh {elapsed}"
+# One round over all kinds; ordinary steps, which are most of any schedule, twice.
+TURNS = (Turn(ORDINARY), Turn(STATISTICS, statistics=True), Turn(ORDINARY), Turn(REFRESH, refresh=True))
 
 
-def turns(spread: int) -> list[Turn]:
-    """One round over all kinds; ordinary steps, which are most of any schedule, twice."""
-    later = [Turn(refresh_kind(elapsed)) for elapsed in range(1, spread + 1)]
-    first = [Turn(ORDINARY), Turn("statistics", statistics=True), Turn(ORDINARY), Turn(refresh_kind(0), refresh=True)]
-    return [*first, *later]
-
-
-def compose(schedule: Schedule, spread: int, seconds: Mapping[str, float]) -> tuple[float, float]:
+def compose(schedule: Schedule, seconds: Mapping[str, float]) -> tuple[float, float]:
     """Return mean and largest seconds of a step over one period of ``schedule``.
 
     What a kind of step takes beyond an ordinary one adds up where statistics and a refresh fall on the same step.
 
     Args:
         schedule: The intervals.
-        spread: Steps over which a refresh is worked off, smaller than its interval.
-        seconds: Seconds of one step of each kind of :func:`turns`.
+        seconds: Seconds of one step of each kind.
     """
     ordinary = seconds[ORDINARY]
-    statistics_ = seconds["statistics"] - ordinary
-    refresh = [seconds[refresh_kind(elapsed)] - ordinary for elapsed in range(spread + 1)]
     steps = []
     for step in range(math.lcm(schedule.statistics, schedule.decompositions)):
-        elapsed = step % schedule.decompositions
-        updates = statistics_ if step % schedule.statistics == 0 else 0.0
-        steps.append(ordinary + updates + (refresh[elapsed] if elapsed <= spread else 0.0))
+        updates = seconds[STATISTICS] - ordinary if step % schedule.statistics == 0 else 0.0
+        refresh = seconds[REFRESH] - ordinary if step % schedule.decompositions == 0 else 0.0
+        steps.append(ordinary + updates + refresh)
     return statistics.fmean(steps), max(steps)
 
 
@@ -117,8 +106,7 @@ class Run:
         self.loss = torch.zeros(())
         engine = self.keeper if isinstance(self.keeper, CurvatureEngine) else None
         self.spread = 0 if engine is None else engine.stages.refresher.pace.spread(engine, LATE)
-        taken = turns(self.spread) if self.keeper is not None else [Turn(ORDINARY)]
-        self.kinds = list(dict.fromkeys(turn.kind for turn in taken))
+        self.kinds = [ORDINARY] if self.keeper is None else [ORDINARY, STATISTICS, REFRESH]
 
     def set_schedule(self, schedule: Schedule) -> None:
         """Set the intervals from the coming step on."""
@@ -171,24 +159,20 @@ class Run:
 
 
 def take_turns(runs: Mapping[str, Run], budget: float) -> dict[str, Seconds]:
-    """Time rounds of :func:`turns`, every run one step at each turn.
+    """Time rounds of ``TURNS``, every run one step at each turn.
 
     Args:
-        runs: By label.
+        runs: By label; refreshes are not spread.
         budget: Seconds after which no further round begins; the first begins in any case.
 
     Returns:
         The seconds of all steps, by run and kind.
     """
-    everything = turns(max(run.spread for run in runs.values()))
-    for run in runs.values():
-        if isinstance(run.keeper, CurvatureEngine):
-            run.keeper.spread = run.spread  # whatever the intervals of a turn
     seconds: dict[str, Seconds] = {label: {kind: [] for kind in run.kinds} for label, run in runs.items()}
     end = time.perf_counter() + budget
     with tqdm(desc="rounds", unit="round", mininterval=5) as bar:
         while not bar.n or time.perf_counter() < end:
-            for turn in everything:
+            for turn in TURNS:
                 for label, run in runs.items():
                     seconds[label][turn.kind if turn.kind in run.kinds else ORDINARY].append(run.take(turn))
             bar.update()
@@ -241,7 +225,7 @@ def begin(work: Work, contender: Contender, place: Place) -> tuple[Run, int]:
     def every_kind() -> None:
         started.append(Run(work, contender, place))
         started[0].step()
-        for turn in turns(started[0].spread):
+        for turn in (*TURNS, *[Turn(ORDINARY)] * started[0].spread):
             started[0].take(turn)
 
     peak = peak_bytes(every_kind, place.device)

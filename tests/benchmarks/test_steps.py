@@ -24,20 +24,12 @@ MIB = 2**20
 
 
 def test_a_schedule_is_composed_of_its_steps() -> None:
-    seconds = {"ordinary": 1.0, "statistics": 3.0, "refresh 0": 6.0}
-    assert timing.compose(Schedule(1, 10), 0, seconds) == pytest.approx((3 + 5 / 10, 8))
-    assert timing.compose(Schedule(10, 100), 0, seconds) == pytest.approx((1 + 2 / 10 + 5 / 100, 8))
+    seconds = {"ordinary": 1.0, "statistics": 3.0, "refresh": 6.0}
+    assert timing.compose(Schedule(1, 10), seconds) == pytest.approx((3 + 5 / 10, 8))
+    assert timing.compose(Schedule(10, 100), seconds) == pytest.approx((1 + 2 / 10 + 5 / 100, 8))
     # Statistics at 0, 2, 4, refreshes at 0, 3 of six steps: they meet at 0 alone.
-    assert timing.compose(Schedule(2, 3), 0, seconds) == pytest.approx((1 + 2 / 2 + 5 / 3, 8))
-    assert timing.compose(Schedule(3, 2), 0, seconds) == pytest.approx((1 + 2 / 3 + 5 / 2, 8))
-
-
-def test_a_spread_refresh_is_composed_of_its_steps() -> None:
-    seconds = {"ordinary": 1.0, "statistics": 2.0, "refresh 0": 3.0, "refresh 1": 5.0, "refresh 2": 2.0}
-    mean, worst = timing.compose(Schedule(10, 20), 2, seconds)
-    assert mean == pytest.approx(1 + 1 / 10 + (2 + 4 + 1) / 20)
-    assert worst == 5  # the refresh begins on a statistics step and is dearest on the next
-    assert timing.compose(Schedule(1, 4), 2, seconds)[1] == 6
+    assert timing.compose(Schedule(2, 3), seconds) == pytest.approx((1 + 2 / 2 + 5 / 3, 8))
+    assert timing.compose(Schedule(3, 2), seconds) == pytest.approx((1 + 2 / 3 + 5 / 2, 8))
 
 
 def test_the_worst_step_is_measured_by_the_base_steps_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,19 +45,18 @@ def test_the_worst_step_is_measured_by_the_base_steps_around_it(monkeypatch: pyt
     assert cost.mean / plain.mean == pytest.approx((1.5 * 150 + 1.5) / 150)
 
 
-@pytest.mark.parametrize("spread", [0, 2])
-def test_kinds_of_step_are_what_the_engine_does(spread: int) -> None:
+def test_kinds_of_step_are_what_the_engine_does() -> None:
     """Statistics and refreshes happen at the turns that are named after them, and at no others."""
     work, place = SMOKE_WORKS["resnet8"], timing.Place()
-    run = timing.Run(work, contenders(work, "KFACSGD", ["eigen"], spread=spread)[1], place)
+    run = timing.Run(work, contenders(work, "KFACSGD", ["eigen"])[1], place)
     engine = run.keeper
     run.step()
-    for turn in timing.turns(spread) * 2:
+    for turn in timing.TURNS * 2:
         step, in_use = engine.step_count, engine.stages.refresher.frozen_at
         run.take(turn)
         assert (engine.stages.progress.last_statistics == step) == (turn.kind == "statistics"), turn
-        assert (engine.stages.refresher.last_refresh == step) == (turn.kind == "refresh 0"), turn
-        assert (engine.stages.refresher.frozen_at != in_use) == (turn.kind == f"refresh {spread}"), turn
+        assert (engine.stages.refresher.last_refresh == step) == (turn.kind == "refresh"), turn
+        assert (engine.stages.refresher.frozen_at != in_use) == (turn.kind == "refresh"), turn
 
 
 # Defaults as they come -----------------------------------------------------------------------------------------------
