@@ -6,7 +6,7 @@ A hook holds its owner weakly, so that a model keeps no optimizer alive, and doe
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -99,7 +99,7 @@ class Hooks:
     def __init__(self, owner: Any) -> None:
         self._handles: list[Any] = []
         self._numbers: list[int] = []  # of the n-th hook of a module
-        self._last: tuple[int, int] = (0, 0)  # the id of the last module, and how many hooks it has got
+        self._counts: MutableMapping[nn.Module, int] = weakref.WeakKeyDictionary()  # how many hooks a module has got
         weakref.finalize(owner, self.remove)
 
     def before(self, module: nn.Module, hook: Hook, *, first: bool = False) -> None:
@@ -117,9 +117,8 @@ class Hooks:
 
     def _keep(self, handle: Any, module: nn.Module) -> None:
         """Keeps a hook that was put on a module, under its number."""
-        last, n = self._last
-        n = n if last == id(module) else 0
-        self._last = id(module), n + 1
+        n = self._counts.get(module, 0)
+        self._counts[module] = n + 1
         if n == len(self._numbers):
             self._numbers.append(handle.id)
         self._handles.append(_NumberedHook(handle, self._numbers[n]))
