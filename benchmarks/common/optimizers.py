@@ -24,7 +24,6 @@ from kfac_optim import (
     KLClip,
     OfLargest,
     OfMean,
-    Orthogonal,
     growing,
 )
 
@@ -112,8 +111,6 @@ def kfac_keywords(settings: Settings) -> dict[str, Any]:
     word, _, number = str(given.get("scaling")).partition(":")
     if word == "kl_clip" and number:
         given["scaling"] = KLClip(float(number))
-    if word == "orthogonal" and number:
-        given["scaling"] = Orthogonal(int(number))
     if given.get("fisher") in FISHERS:
         given["fisher"] = FISHERS[given["fisher"]](seed=settings.seed)
     if given.get("solver") == "inverse-plain":

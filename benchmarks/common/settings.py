@@ -169,8 +169,8 @@ class Settings:
     rest_lr: float  # Learning rate of ``rest``
     options: dict[str, Any]  # Further keywords of the optimizer's base rule
     # K-FAC keywords as plain values, which ``benchmarks.common.optimizers`` builds the objects from:
-    # ``growing(...)`` is written "growing:fraction:minimum", ``KLClip(k)`` "kl_clip:k", ``Orthogonal(n)``
-    # "orthogonal:n", and "damping_of" says what the damping is relative to.
+    # ``growing(...)`` is written "growing:fraction:minimum", ``KLClip(k)`` "kl_clip:k", and "damping_of" says what the
+    # damping is relative to.
     kfac: dict[str, Any]
 
     def __post_init__(self) -> None:

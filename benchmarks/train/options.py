@@ -62,9 +62,8 @@ def parser() -> argparse.ArgumentParser:
     kfac.add_argument("--recipe", metavar="NAME", help=names)
     words = (
         "damping_of=WHAT has damping as a multiple of the mean or largest eigenvalue of the layer's curvature. Words "
-        "are growing[:fraction[:minimum]] (inv_update_steps, factor_update_steps), kl_clip:kappa and "
-        "orthogonal:iterations (scaling), inverse-plain (solver: eqs. 9-10, without pi), and sampled (fisher: the kind "
-        "of the task's output)"
+        "are growing[:fraction[:minimum]] (inv_update_steps, factor_update_steps), kl_clip:kappa (scaling), "
+        "inverse-plain (solver: eqs. 9-10, without pi), and sampled (fisher: the kind of the task's output)"
     )
     kfac.add_argument(
         "--kfac",
