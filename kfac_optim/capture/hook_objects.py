@@ -35,10 +35,14 @@ class Hook:
         self.args = args
         self.traced: tuple[Any, ...] = tuple(getattr(given, "__func__", given) for given in traced)
         self.module: Callable[[], Any] | None = None
+        self.left_out = ""
 
-    def of(self, module: nn.Module) -> Hook:
-        """Binds the hook to a module: tools that swap modules move its hooks to the new one, perhaps without flags."""
-        self.module = weakref.ref(module)
+    def of(self, module: nn.Module, left_out: str) -> Hook:
+        """Binds the hook to a module: tools that swap modules move its hooks to the new one, perhaps without flags.
+
+        ``left_out``: see :meth:`Hooks.begin`.
+        """
+        self.module, self.left_out = weakref.ref(module), left_out
         return self
 
     def __call__(self, *args: Any) -> Any:
@@ -49,9 +53,11 @@ class Hook:
             if getattr(args[0], "_is_replica", False) and torch.is_grad_enabled():  # nn.DataParallel on several GPUs
                 raise RuntimeError(CONCURRENT)
             return None
-        if self.traced and torch.compiler.is_compiling():
-            function, *own = self.traced
-            return function(owner, *own, *args)
+        if torch.compiler.is_compiling():
+            len(self.left_out)  # read, so that the graph is for modules with the same text alone
+            if self.traced:
+                function, *own = self.traced
+                return function(owner, *own, *args)
         return self.function(owner, *self.args, *args)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -100,18 +106,34 @@ class Hooks:
         self._handles: list[Any] = []
         self._numbers: list[int] = []  # of the n-th hook of a module
         self._counts: MutableMapping[nn.Module, int] = weakref.WeakKeyDictionary()  # how many hooks a module has got
+        self._left_out: MutableMapping[nn.Module, str] = weakref.WeakKeyDictionary()
         weakref.finalize(owner, self.remove)
+
+    def begin(self, module: nn.Module, left_out: str = "") -> None:
+        """Has to come before the hooks of a module: copies and pickles of it will have none.
+
+        Args:
+            module: The module.
+            left_out: Which parts in it and around it get no hooks, as any text. Dynamo asks no module whether it has
+                hooks, so the graph of a block in which a layer is left out would serve for other blocks of its class,
+                and that layer would not be seen there. A graph serves only where this text is the same.
+        """
+        self._left_out[module] = left_out
+        state = leave_hooks_behind(module, Hook)
+        if state is not None:
+            self._handles.append(state)
 
     def before(self, module: nn.Module, hook: Hook, *, first: bool = False) -> None:
         """Puts a hook before the calls of a module; ``first``: before all others."""
-        self._keep(module.register_forward_pre_hook(hook.of(module), with_kwargs=True), module)
+        hook = hook.of(module, self._left_out[module])
+        self._keep(module.register_forward_pre_hook(hook, with_kwargs=True), module)
         if first:
             _put_last_first(module._forward_pre_hooks)
 
     def after(self, module: nn.Module, hook: Hook, *, first: bool = False, always_call: bool = False) -> None:
         """As :meth:`before`, after the calls; ``always_call``: also if they end with an exception."""
-        handle = module.register_forward_hook(hook.of(module), with_kwargs=True, always_call=always_call)
-        self._keep(handle, module)
+        hook = hook.of(module, self._left_out[module])
+        self._keep(module.register_forward_hook(hook, with_kwargs=True, always_call=always_call), module)
         if first:
             _put_last_first(module._forward_hooks)
 
@@ -122,12 +144,6 @@ class Hooks:
         if n == len(self._numbers):
             self._numbers.append(handle.id)
         self._handles.append(_NumberedHook(handle, self._numbers[n]))
-
-    def leave_behind(self, module: nn.Module) -> None:
-        """Keeps the hooks out of copies and pickles of a module."""
-        state = leave_hooks_behind(module, Hook)
-        if state is not None:
-            self._handles.append(state)
 
     def remove(self) -> None:
         """Removes all hooks."""

@@ -149,8 +149,10 @@ class Capture:
                 continue
             for number, module in enumerate(layer.modules):
                 uses.setdefault(module, []).append((index, number))
-        for module in _containing({*uses, *attention}, roots):
-            self._hooks.leave_behind(module)
+        containing = _containing({*uses, *attention}, roots)
+        left_out = _left_out(containing, roots)
+        for module in containing:
+            self._hooks.begin(module, left_out[module])
             own = uses.get(module, [])
             # Those of layers run first, because other hooks may change the output. Only the hooks of tensor parallelism
             # run before them, since they turn DTensors into local tensors.
@@ -332,7 +334,20 @@ class Capture:
         remove_taps()
 
 
-def _containing(watched: Set[nn.Module], roots: Iterable[nn.Module]) -> Iterable[nn.Module]:
+def _left_out(watched: Collection[nn.Module], roots: Iterable[nn.Module]) -> dict[nn.Module, str]:
+    """For each watched module, which parts of it and of the modules around it have weights but are not watched."""
+    every, known = dict.fromkeys(module for root in roots for module in root.modules()), set(watched)
+    own: dict[nn.Module, str] = {}
+    around: dict[nn.Module, set[str]] = {module: set() for module in every}  # a module may be in several
+    for module in every:
+        parts = [(name, part) for name, part in module.named_children() if part not in known]
+        own[module] = " ".join(name for name, part in parts if next(part.parameters(), None) is not None)
+        for part in module.children():
+            around[part].add(own[module])
+    return {module: "/".join([own[module], *sorted(around[module])]) for module in watched}
+
+
+def _containing(watched: Set[nn.Module], roots: Iterable[nn.Module]) -> list[nn.Module]:
     """The modules in ``roots`` that are watched or have one that is inside, each once."""
     every = dict.fromkeys(module for root in roots for module in root.modules())
     # torch.compile(part) wraps the part: only the part is hooked, as dynamo takes the two for one module.

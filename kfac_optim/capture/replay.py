@@ -139,7 +139,7 @@ class Replay:
         self._watch = GradientWatch(())
         self._task = -1  # the number of the last backward pass that has reached an output
         self._hooks = Hooks(self)
-        self._hooks.leave_behind(module)
+        self._hooks.begin(module)
         self._hooks.before(module, Hook(self._on_call), first=True)
         self._hooks.after(module, Hook(self._on_return), always_call=True)
 

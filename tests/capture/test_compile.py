@@ -310,6 +310,13 @@ def encoder_block() -> nn.Module:
     return nn.TransformerEncoderLayer(6, 2, 5, dropout=0.0, batch_first=True)
 
 
+def one_by_one(model: nn.Module) -> nn.Module:
+    """Compiles the parts of a model between its first and its last layer."""
+    for block in list(model)[1:-1]:  # type: ignore[call-overload]
+        block.compile(backend="aot_eager", fullgraph=True)
+    return model
+
+
 @pytest.mark.fast("Nested")
 @needs_shared_graphs
 @pytest.mark.parametrize("make", [Nested, pytest.param(encoder_block, marks=needs_traced_function_modes)])
@@ -323,13 +330,19 @@ def test_blocks_that_are_compiled_one_by_one_share_graphs(make: Callable[[], nn.
     def one(call: Call, step: int) -> None:
         F.cross_entropy(call(numbers(step, 8, 2, 4)).mean(1), classes(step)).backward()
 
-    def one_by_one(model: nn.Module) -> nn.Module:
-        for block in list(model)[1:-1]:  # type: ignore[call-overload]
-            block.compile(backend="aot_eager", fullgraph=True)
-        return model
-
     assert_same(blocks, one, one_by_one)
     assert graphs() == 2, "one graph for steps with statistics, one for steps without"
+
+
+@pytest.mark.parametrize("left_out", ["1.out", "3.norm"])
+def test_no_block_runs_the_graph_of_a_block_in_which_a_layer_is_left_out(left_out: str) -> None:
+    """Its layer would not be seen: dynamo does not ask whether a module has hooks."""
+
+    def blocks() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 6), *(Nested() for _ in range(3)), nn.Linear(6, 3))
+
+    assert_same(blocks, on_vectors, one_by_one, skip_layers=[left_out])
 
 
 @pytest.mark.parametrize("make", [Nested, encoder_block])
