@@ -85,12 +85,12 @@ class CompiledCalls:
         self, index: int, use: int, a: Tensor, output: Tensor, projection: ProjectionCall | None
     ) -> Callable[[Tensor], None] | None:
         """Notes that a layer of the graph was applied; returns a function to call with the gradient of its output."""
+        if self._traced is not None:  # even if this layer is frozen: the call that comes now has an M of its own
+            self.finish_running_call()
         if not self.recorder.wants(index, a, output, projection):
             return None
         # A copy, because an observation may keep its input, and compiled code overwrites what it no longer needs.
         layer_call = self.recorder.observe(index, use, a.clone(), output, projection)
-        if self._traced is not None:
-            self.finish_running_call()
         call = self.calls.current
         if in_backward():  # a checkpoint that is recomputed
             call = self.calls.last

@@ -395,6 +395,32 @@ def test_the_rules_of_capture_hold(case: str) -> None:
     assert_same(make, one, **options)
 
 
+def test_a_smaller_call_of_the_frozen_model_before_the_backward_pass() -> None:
+    """As for an adversarial example; it has an M of its own."""
+
+    def one(call: Call, step: int) -> None:
+        loss = F.cross_entropy(call(numbers(step, 8, 4)), classes(step))
+        (model,) = call.models  # type: ignore[attr-defined]
+        model.requires_grad_(False)
+        call(numbers(step, 4, 4).requires_grad_())
+        model.requires_grad_(True)
+        loss.backward()
+
+    factors = []
+    for in_graph in (True, False):
+        model = mlp()
+
+        def call(x: Tensor, model: nn.Module = model) -> Tensor:
+            return model(x)
+
+        optimizer = KFACSGD(model, **OPTIONS)
+        whole: Any = torch.compile(call, backend="aot_eager", fullgraph=True) if in_graph else call
+        whole.models = [model]
+        run(whole, optimizer, one, range(3))
+        factors.append(optimizer)
+    assert_same_factors(*factors, SAME)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_compiled_block_in_an_eager_checkpoint(reentrant: bool) -> None:
