@@ -35,14 +35,14 @@ class Hook:
         self.args = args
         self.traced: tuple[Any, ...] = tuple(getattr(given, "__func__", given) for given in traced)
         self.module: Callable[[], Any] | None = None
-        self.left_out = ""
+        self.unwatched = ""
 
-    def of(self, module: nn.Module, left_out: str) -> Hook:
+    def of(self, module: nn.Module, unwatched: str) -> Hook:
         """Binds the hook to a module: tools that swap modules move its hooks to the new one, perhaps without flags.
 
-        ``left_out``: see :meth:`Hooks.begin`.
+        ``unwatched``: see :meth:`Hooks.begin`.
         """
-        self.module, self.left_out = weakref.ref(module), left_out
+        self.module, self.unwatched = weakref.ref(module), unwatched
         return self
 
     def __call__(self, *args: Any) -> Any:
@@ -54,7 +54,7 @@ class Hook:
                 raise RuntimeError(CONCURRENT)
             return None
         if torch.compiler.is_compiling():
-            len(self.left_out)  # read, so that the graph is for modules with the same text alone
+            len(self.unwatched)  # read, so that the graph is for modules with the same text alone
             if self.traced:
                 function, *own = self.traced
                 return function(owner, *own, *args)
@@ -106,33 +106,33 @@ class Hooks:
         self._handles: list[Any] = []
         self._numbers: list[int] = []  # of the n-th hook of a module
         self._counts: MutableMapping[nn.Module, int] = weakref.WeakKeyDictionary()  # how many hooks a module has got
-        self._left_out: MutableMapping[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._unwatched: MutableMapping[nn.Module, str] = weakref.WeakKeyDictionary()
         weakref.finalize(owner, self.remove)
 
-    def begin(self, module: nn.Module, left_out: str = "") -> None:
+    def begin(self, module: nn.Module, unwatched: str = "") -> None:
         """Has to come before the hooks of a module: copies and pickles of it will have none.
 
         Args:
             module: The module.
-            left_out: Which parts in it and around it get no hooks, as any text. Dynamo asks no module whether it has
+            unwatched: Which parts in it and around it get no hooks, as any text. Dynamo asks no module whether it has
                 hooks, so the graph of a block in which a layer is left out would serve for other blocks of its class,
                 and that layer would not be seen there. A graph serves only where this text is the same.
         """
-        self._left_out[module] = left_out
+        self._unwatched[module] = unwatched
         state = leave_hooks_behind(module, Hook)
         if state is not None:
             self._handles.append(state)
 
     def before(self, module: nn.Module, hook: Hook, *, first: bool = False) -> None:
         """Puts a hook before the calls of a module; ``first``: before all others."""
-        hook = hook.of(module, self._left_out[module])
+        hook = hook.of(module, self._unwatched[module])
         self._keep(module.register_forward_pre_hook(hook, with_kwargs=True), module)
         if first:
             _put_last_first(module._forward_pre_hooks)
 
     def after(self, module: nn.Module, hook: Hook, *, first: bool = False, always_call: bool = False) -> None:
         """As :meth:`before`, after the calls; ``always_call``: also if they end with an exception."""
-        hook = hook.of(module, self._left_out[module])
+        hook = hook.of(module, self._unwatched[module])
         self._keep(module.register_forward_hook(hook, with_kwargs=True, always_call=always_call), module)
         if first:
             _put_last_first(module._forward_hooks)

@@ -150,9 +150,9 @@ class Capture:
             for number, module in enumerate(layer.modules):
                 uses.setdefault(module, []).append((index, number))
         containing = _containing({*uses, *attention}, roots)
-        left_out = _left_out(containing, roots)
+        unwatched = _unwatched_parts(containing, roots)
         for module in containing:
-            self._hooks.begin(module, left_out[module])
+            self._hooks.begin(module, unwatched[module])
             own = uses.get(module, [])
             # Those of layers run first, because other hooks may change the output. Only the hooks of tensor parallelism
             # run before them, since they turn DTensors into local tensors.
@@ -334,7 +334,7 @@ class Capture:
         remove_taps()
 
 
-def _left_out(watched: Collection[nn.Module], roots: Iterable[nn.Module]) -> dict[nn.Module, str]:
+def _unwatched_parts(watched: Collection[nn.Module], roots: Iterable[nn.Module]) -> dict[nn.Module, str]:
     """For each watched module, which parts of it and of the modules around it have weights but are not watched."""
     every, known = dict.fromkeys(module for root in roots for module in root.modules()), set(watched)
     own: dict[nn.Module, str] = {}
