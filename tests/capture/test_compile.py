@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
@@ -32,6 +34,7 @@ from tests.helpers.training import backward, make_model, train
 from tests.helpers.versions import (
     needs_export_flag,
     needs_graph_tag,
+    needs_sharding_on_cpus,
     needs_shared_graphs,
     needs_traced_function_modes,
 )
@@ -311,6 +314,12 @@ def encoder_block() -> nn.Module:
     return nn.TransformerEncoderLayer(6, 2, 5, dropout=0.0, batch_first=True)
 
 
+def blocks_of(make: Callable[[], nn.Module], count: int = 9) -> nn.Sequential:
+    """So many blocks between two layers; nine are more than dynamo makes graphs for."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), *(make() for _ in range(count)), nn.Linear(6, 3))
+
+
 def one_by_one(model: nn.Module) -> nn.Module:
     """Compiles the parts of a model between its first and its last layer."""
     for block in list(model)[1:-1]:  # type: ignore[call-overload]
@@ -324,41 +333,28 @@ def one_by_one(model: nn.Module) -> nn.Module:
 def test_blocks_that_are_compiled_one_by_one_share_graphs(make: Callable[[], nn.Module]) -> None:
     """A graph for each would be more than dynamo makes, and the other blocks would run without being compiled."""
 
-    def blocks() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 6), *(make() for _ in range(9)), nn.Linear(6, 3))
-
     def one(call: Call, step: int) -> None:
         F.cross_entropy(call(numbers(step, 8, 2, 4)).mean(1), classes(step)).backward()
 
-    assert_same(blocks, one, one_by_one)
+    assert_same(lambda: blocks_of(make), one, one_by_one)
     assert graphs() == 2, "one graph for steps with statistics, one for steps without"
 
 
 @pytest.mark.parametrize("left_out", ["1.out", "3.norm"])
 def test_no_block_runs_the_graph_of_a_block_in_which_a_layer_is_left_out(left_out: str) -> None:
     """Its layer would not be seen: dynamo does not ask whether a module has hooks."""
-
-    def blocks() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 6), *(Nested() for _ in range(3)), nn.Linear(6, 3))
-
-    assert_same(blocks, on_vectors, one_by_one, skip_layers=[left_out])
+    assert_same(lambda: blocks_of(Nested, 3), on_vectors, one_by_one, skip_layers=[left_out])
 
 
 @pytest.mark.parametrize("make", [Nested, encoder_block])
 def test_batches_of_many_sizes_share_a_graph(make: Callable[[], nn.Module]) -> None:
     """After two sizes dynamo makes a graph for all, as it does without K-FAC."""
 
-    def model() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 6), make(), nn.Linear(6, 3))
-
     def one(call: Call, step: int) -> None:
         size = 4 + step
         F.cross_entropy(call(numbers(step, size, 2, 4)).mean(1), classes(step, size)).backward()
 
-    assert_same(model, one, factor_update_steps=1)
+    assert_same(lambda: blocks_of(make, 1), one, factor_update_steps=1)
     assert graphs() == 2
 
 
@@ -690,6 +686,33 @@ def test_two_ranks() -> None:
         for found in rank:
             for p, q in zip(found, values(plain), strict=True):
                 torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9)
+
+
+def train_sharded(rank: int, world_size: int) -> tuple[list[Tensor], int]:
+    """In torchtitan's order: blocks are compiled one by one, then sharded."""
+    torch.set_default_dtype(torch.float64)
+    model = blocks_of(Nested)
+    for block in list(one_by_one(model))[1:-1]:  # type: ignore[call-overload]
+        fully_shard(block)
+    fully_shard(model)
+
+    def one(call: Call, step: int) -> None:
+        mine = slice(rank, None, world_size)
+        F.cross_entropy(call(numbers(step, 8, 4)[mine]), classes(step)[mine]).backward()
+
+    run(model, KFACSGD(model, **OPTIONS), one)
+    return [p.full_tensor() for p in model.parameters() if isinstance(p, DTensor)], graphs()
+
+
+@needs_sharding_on_cpus
+@needs_shared_graphs
+def test_sharded_blocks_that_are_compiled_one_by_one_share_graphs() -> None:
+    plain = blocks_of(Nested)
+    run(plain, KFACSGD(plain, **OPTIONS), on_vectors)
+    for found, count in run_ranks(2, train_sharded, group_timeout=timedelta(seconds=120), limit=240.0):
+        assert count == 2
+        for p, q in zip(found, values(plain), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9)
 
 
 # Traced for use elsewhere --------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What torch can do from some version after 2.6 on, asked of torch itself."""
+"""What torch can do from some version after 2.6 on, asked of torch itself, or else told by its version."""
 
 from __future__ import annotations
 
