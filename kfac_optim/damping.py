@@ -25,6 +25,7 @@ __all__ = [
     "Spectra",
     "as_damping",
     "check_damping",
+    "is_of_largest",
     "kind_of",
     "split",
     "unit_of",
@@ -133,8 +134,14 @@ def check_damping(name: str, given: object) -> object:
 
 
 def kind_of(damping: Damping) -> Any:
-    """A key for the unit of a damping: its class if that is this package's, else the object itself."""
-    return type(damping) if isinstance(damping, (_Absolute, _Relative)) else damping
+    """A key for the unit of a damping: its ``unit()`` if that is one of this package's, else the object itself."""
+    unit = getattr(type(damping), "unit", None)
+    return unit if unit in (_Absolute.unit, OfMean.unit, OfLargest.unit) else damping
+
+
+def is_of_largest(damping: Damping) -> bool:
+    """Whether the unit is the largest eigenvalue, so that it is known how flat the components of a direction are."""
+    return kind_of(damping) is OfLargest.unit
 
 
 def value_of(damping: Damping, step: int) -> float:

@@ -13,7 +13,7 @@ from .blocks import Block
 from .common.precision import without_autocast
 from .common.stopwatch import Stopwatch
 from .config import Config
-from .damping import OfLargest, value_of
+from .damping import is_of_largest, value_of
 from .distributed import Broadcast
 from .layers import KroneckerLayer
 from .placement import Ranks, exchanged_blocks, gathered_vectors
@@ -74,7 +74,7 @@ class Preconditioner:
         # Where the scaling ignores a factor per pair, gamma P m serves as well as P m, and costs less. Directions that
         # are sent to other ranks have to be P m itself, which the receivers take them for.
         any_length = traits_of(scaling).of_any_length and not any(block.route for block in blocks)
-        contrast = 1 + 1 / value if isinstance(damping, OfLargest) else None
+        contrast = 1 + 1 / value if is_of_largest(damping) else None
         device = stacks[0].layout.device.type if stacks else "cpu"
         with self.stopwatch.stage("preconditioning"), without_autocast(device):
             found = self._of_stacks.precondition(stacks, vectors, value, contrast, any_length=any_length)

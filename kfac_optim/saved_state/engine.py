@@ -84,9 +84,7 @@ def _saved_options(config: Config) -> dict[str, int | float]:
     """The hyperparameters that are plain numbers, for the saved state; functions of the step are never saved."""
     given = {name: getattr(config, name) for name in CHANGEABLE}
     inside = {
-        key: getattr(given[name], number)
-        for key, (name, kind, number) in _INSIDE.items()
-        if isinstance(given[name], kind)
+        key: getattr(given[name], number) for key, (name, kind, number) in _INSIDE.items() if type(given[name]) is kind
     }
     # Converted, because torch.load(weights_only=True) refuses NumPy's numbers.
     return {key: int(x) if is_int(x) else float(x) for key, x in (given | inside).items() if is_number(x)}
@@ -105,7 +103,7 @@ def _loaded_options(config: Config, saved: Mapping[str, Any]) -> dict[str, Any]:
         if name not in CHANGEABLE:
             continue
         now = getattr(config, name)
-        if callable(getattr(now, number, now)) or (kind is KLClip and not isinstance(now, KLClip)):
+        if callable(getattr(now, number, now)) or (kind is KLClip and type(now) is not KLClip):
             continue
         value = value if kind is KLClip else checked(name, value)
         found[name] = value if kind is None else kind(value)

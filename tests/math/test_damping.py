@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -147,6 +148,32 @@ def test_the_kind_may_change_during_training() -> None:
         for layer in oracle.layers
     }
     assert_applied(oracle, changes, directions, seen.gradients)
+
+
+@dataclass(frozen=True)
+class OfPower(OfLargest):
+    """A damping of the user's own that is made from one of the package's."""
+
+    power: float
+
+    def unit(self, spectra: Any) -> Tensor:
+        unit: Tensor = super().unit(spectra) ** self.power
+        return unit
+
+
+def test_a_subclass_of_a_damping_is_a_kind_of_its_own() -> None:
+    """Its unit takes effect at once, nothing is stretched as if it were the largest eigenvalue, and no state has it."""
+    model = nn.Linear(4, 3)
+    optimizer = KFACSGD(model, lr=0.1, damping=OfPower(VALUE, 1.0), inv_update_steps=100, factor_update_steps=1)
+    train(model, optimizer, range(4))
+    curvature = optimizer.curvature
+    for power in (1.0, 2.0):
+        curvature.damping = OfPower(VALUE, power)
+        a, g = curvature.report()["layers"][""]["A"]["max"], curvature.report()["layers"][""]["G"]["max"]
+        assert curvature.report()["layers"][""]["damping"] == pytest.approx(VALUE * (a * g) ** power)
+    assert not curvature.stages.plan().stretches
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert isinstance(curvature.damping, OfPower)
 
 
 # Lanczos -------------------------------------------------------------------------------------------------------------
