@@ -53,6 +53,10 @@ class Rule:
         beta = (group.get("betas") or (1.0,))[0]
         return isinstance(beta, Tensor) or beta != 0  # reading a tensor could mean waiting for a device
 
+    def updates_grow(self, state: Mapping[str, Any]) -> bool:
+        """Whether updates grow with the gradient: not those that are made from a moment, as Adam makes them."""
+        return self.moment_key not in state
+
     def weight_of_gradients(self, m: Member) -> float:
         """The sum of the weights of all gradients in the update."""
         return 1.0

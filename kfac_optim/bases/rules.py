@@ -38,6 +38,9 @@ class SGDRule(Rule):
         """A momentum buffer that is not there yet does not count as missing: SGD makes it in its next step."""
         return not group["momentum"] or self.decays_moment(group)
 
+    def updates_grow(self, state: Mapping[str, Any]) -> bool:
+        return True
+
     def weight_of_gradients(self, m: Member) -> float:
         """It grows from 1 to ``1 / (1 - momentum)``."""
         if not m.group["momentum"]:
@@ -65,7 +68,7 @@ class SGDRule(Rule):
         """
         if share or not m.has_first_moment:
             return super().first_average(m, share)
-        average = m.state["momentum_buffer"] / (m.state[GRADIENT_WEIGHT] or 1.0) - m.p * m.group["weight_decay"]
+        average = m.state[self.moment_key] / (m.state[GRADIENT_WEIGHT] or 1.0) - m.p * m.group["weight_decay"]
         return (-average if m.group["maximize"] else average).to(m.p.dtype)
 
     @staticmethod
@@ -133,7 +136,7 @@ class AdamRule(Rule):
             return before
         lr = rate_of(bucket[0].group)
         parts = zip(bucket, moments, before, strict=True)
-        decays = [self.decay_in_update(m, m.state["exp_avg"] - moment, w).mul_(lr) for m, moment, w in parts]
+        decays = [self.decay_in_update(m, m.state[self.moment_key] - moment, w).mul_(lr) for m, moment, w in parts]
         return torch._foreach_sub(before, decays)
 
     def decay_in_update(self, m: Member, in_moment: Tensor, weight: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ class Lessons:
         turn: The alignment of the gradients with the last ``k - u`` (:mod:`~.trust`), if there is one.
         average: The alignment of the gradients with the average kept where the base has no first moment.
         length: The length of the base optimizer's last update, if directions were computed for it.
-        grows: Whether updates grow with the gradient; those of Adam and other optimizers with ``exp_avg`` do not.
+        grows: Whether updates grow with the gradient (:meth:`.Rule.updates_grow`).
         stretched: What the gradients say about stretches.
         edits: Which weights were changed since the last step (:meth:`.WeightWatch.edits`).
     """
@@ -135,7 +135,7 @@ def lessons_of(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], watc
         stretched=_stretched(buckets, copies),
         largest=_largest_of([m.gradient for m in members], copies),  # after the others, which make the copies
         length=records.last_length(optimizer),
-        grows=not any("exp_avg" in m.state for m in members),
+        grows=all(m.rule.updates_grow(m.state) for m in members),
         edits=watch.edits(),
     )
 

@@ -13,11 +13,11 @@ import torch_optimizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KFACMixin
-from kfac_optim.bases import buckets_of, keep_averages, take_apart
+from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KFACAdamW, KFACMixin
+from kfac_optim.bases import buckets_of, keep_averages, rules, take_apart
 from kfac_optim.bases.parameters import Member
-from kfac_optim.bases.rules import rule_of
-from tests.helpers.compare import values
+from kfac_optim.bases.rules import DecoupledRule, rule_of
+from tests.helpers.compare import assert_identical, values
 from tests.helpers.files import through_a_file
 from tests.helpers.settings import OFTEN
 from tests.helpers.training import assert_go_on_alike, make_model, resumed_from, train
@@ -257,6 +257,35 @@ def test_a_base_without_a_learning_rate(named: bool, mode: dict[str, Any]) -> No
     assert turned != bool(mode)
     train(twin, Relative(twin.parameters()), range(12))
     assert not all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+class Renamed(torch.optim.AdamW):
+    """AdamW that calls its first moment by another name."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for state in self.state.values():
+            state["exp_avg"] = state.pop("m")
+        super().step(closure)
+        for state in self.state.values():
+            state["m"] = state.pop("exp_avg")
+
+
+class KFACRenamed(KFACMixin, Renamed):
+    """Has a rule that knows the name."""
+
+
+class RenamedRule(DecoupledRule):
+    moment_key = "m"
+
+
+def test_a_rule_tells_the_name_of_the_first_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "_RULES", [(Renamed, RenamedRule), *rules._RULES])
+    models = [make_model(), make_model()]
+    for model, kfac in zip(models, (KFACRenamed, KFACAdamW), strict=True):
+        optimizer = kfac(model, lr=0.3, weight_decay=0.1)
+        train(model, optimizer, range(30))
+        assert optimizer.curvature.trust > 0.6, "further than it rises where updates grow with the gradient"
+    assert_identical(*models)
 
 
 def moments_after_three_steps(kfac: Any, **how: Any) -> list[tuple[Member, Tensor]]:
