@@ -183,7 +183,7 @@ class KFACMixin(_Optimizer):
             self.curvature.stages.steering.watch.note(())
             self._precondition_gradients(gradients_of(buckets))
         else:
-            take_turned_step(self, self.curvature, buckets, self._base_step, rates_of(self.param_groups))
+            take_turned_step(self, self.curvature, buckets, self._base_step)
 
     def _precondition_gradients(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         """Takes the base class's step on directions, then puts the gradients back, for logging and clipping."""

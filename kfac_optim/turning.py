@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from .bases import BaseStep, Bucket, gradient_weight_tracked, keep_averages, records, take_apart, update_length
 from .bases.multi_tensor import subtract_, subtract_multiples_
 from .bases.state_keys import MOMENT
-from .common.rates import Scalar, moves, rate_of
+from .common.rates import Scalar, moves, rate_of, rates_of
 from .engine import CurvatureEngine
 from .stacks import Directions, Maker
 from .steering import Compared, Plan, alignments, changes_at, compares_weights, grafted, stretches, turns
 
 __all__ = ["take_turned_step"]
 
-# For each bucket: its members, and the vector to subtract from each of them, per unit of the learning rate.
+# For some members of each bucket, what to subtract from each of them, per unit of the learning rate.
 Changes = list[tuple[Bucket, list[Tensor]]]
 
 
@@ -34,7 +34,6 @@ def take_turned_step(
     engine: CurvatureEngine,
     buckets: Sequence[Bucket],
     take_base_step: Callable[[], None],
-    lr: Scalar | Mapping[nn.Parameter, Scalar],
 ) -> None:
     """Takes the base class's step, then turns and stretches it (a collective).
 
@@ -43,7 +42,6 @@ def take_turned_step(
         engine: Its engine, after :meth:`~kfac_optim.CurvatureEngine.update`.
         buckets: The parameters that have a gradient, which the base class finds in ``.grad``.
         take_base_step: Takes the base class's step.
-        lr: The learning rate; a mapping by parameter if there are several.
     """
     reaches = engine.stages.trained.reaches()  # by parameter, of all layers
     covered = [some for bucket in buckets if (some := [m for m in bucket if m.p in reaches])]
@@ -65,11 +63,14 @@ def take_turned_step(
     if computes:
         base = take_apart(covered, before)
         del before
+        lr = rates_of(optimizer.param_groups)
         directions = engine.directions(base.moments, lr, base.other_updates, keeps_zeros=plan.learns)
         _turn_and_stretch(plan, covered, base, directions, reaches)
     else:
-        if repeats:
-            _repeat_change(plan, covered, reaches)
+        if repeats:  # each stretch is multiplied by its layer's present reach
+            _subtract(records.recorded(covered, records.CHANGE))
+            if plan.stretches:
+                _subtract_stretches(records.recorded(covered, records.STRETCH), reaches, plan.brake.last)
         engine.skip_directions()
     watched = covered if compares_weights(engine.step_count + 1) else ()
     steering.watch.note(m.p for bucket in watched for m in records.having(bucket, records.STRETCH))
@@ -86,7 +87,7 @@ def _turn_and_stretch(
     if not directions.scaled and directions.exchange is None:  # on any rank
         return
     if not plan.learns:
-        _subtract(covered, directions.laid_out(changes_at(directions.scaled, plan.trust)))
+        _subtract(_by_bucket(covered, directions.laid_out(changes_at(directions.scaled, plan.trust))))
         return
     scaled, trust = grafted(directions.scaled, plan.graft), plan.trust
     updates = {**base.moments, **base.other_updates}
@@ -101,11 +102,10 @@ def _turn_and_stretch(
     found = directions.several_laid_out(makers)
     if takes_whole_turn:
         found[records.CHANGE] = found[records.TURN]
-    _subtract(covered, found.get(records.CHANGE, {}))
+    _subtract(_by_bucket(covered, found.get(records.CHANGE, {})))
     if records.STRETCH in found:
-        stretched = _changes_of(covered, found[records.STRETCH])
-        for bucket, vectors in stretched:
-            _subtract_stretches(bucket, vectors, reaches, 1.0 if brake is None else brake)
+        stretched = _by_bucket(covered, found[records.STRETCH])
+        _subtract_stretches(stretched, reaches, 1.0 if brake is None else brake)
         found[records.DESCENT] = _descents(base.moments, stretched)
     records.record(covered, found, length)
 
@@ -126,28 +126,23 @@ def _descents(moments: Mapping[nn.Parameter, Tensor], stretched: Changes) -> dic
     return dict(zip(params, alignments(compared).unbind(), strict=True)) if params else {}
 
 
-def _changes_of(buckets: Sequence[Bucket], changes: Mapping[nn.Parameter, Tensor]) -> Changes:
-    """The changes, grouped by bucket; parameters without a change are left out."""
-    found: Changes = []
-    for bucket in buckets:
-        some = [m for m in bucket if m.p in changes]
-        if some:
-            found.append((some, [changes[m.p] for m in some]))
-    return found
+def _by_bucket(buckets: Sequence[Bucket], changes: Mapping[nn.Parameter, Tensor]) -> Changes:
+    """The changes by bucket; parameters without one are left out."""
+    parts = ([m for m in bucket if m.p in changes] for bucket in buckets)
+    return [(some, [changes[m.p] for m in some]) for some in parts if some]
 
 
-def _subtract(buckets: Sequence[Bucket], changes: Mapping[nn.Parameter, Tensor]) -> None:
-    """Subtracts the changes, which are per unit of the learning rate, from the weights."""
-    for bucket, vectors in _changes_of(buckets, changes):
+def _subtract(changes: Changes) -> None:
+    """Subtracts changes from the weights."""
+    for bucket, vectors in changes:
         subtract_([m.p for m in bucket], vectors, rate_of(bucket[0].group))
 
 
-def _subtract_stretches(
-    bucket: Bucket, vectors: list[Tensor], reaches: Mapping[nn.Parameter, float], brake: Scalar
-) -> None:
-    """Subtracts the stretches, each times its layer's reach and the brake, from the weights."""
-    multipliers = [reaches[m.p] for m in bucket]
-    subtract_multiples_([m.p for m in bucket], vectors, multipliers, brake, rate_of(bucket[0].group))
+def _subtract_stretches(stretches: Changes, reaches: Mapping[nn.Parameter, float], brake: Scalar) -> None:
+    """Subtracts stretches, each times its layer's reach and the brake, from the weights."""
+    for bucket, vectors in stretches:
+        multipliers = [reaches[m.p] for m in bucket]
+        subtract_multiples_([m.p for m in bucket], vectors, multipliers, brake, rate_of(bucket[0].group))
 
 
 def _can_repeat(engine: CurvatureEngine, plan: Plan, buckets: Sequence[Bucket]) -> bool:
@@ -169,14 +164,3 @@ def _can_repeat(engine: CurvatureEngine, plan: Plan, buckets: Sequence[Bucket]) 
             return False
     repeated = (records.CHANGE, records.STRETCH) if plan.stretches else (records.CHANGE,)
     return plan.trust == 0 or any(records.having(some, key) for some in turned for key in repeated)
-
-
-def _repeat_change(plan: Plan, buckets: Sequence[Bucket], reaches: Mapping[nn.Parameter, float]) -> None:
-    """Changes the step as the last one was, with each stretch multiplied by its layer's present reach."""
-    for bucket in buckets:
-        lr = rate_of(bucket[0].group)
-        if turned := records.having(bucket, records.CHANGE):
-            subtract_([m.p for m in turned], records.entries(turned, records.CHANGE), lr)
-        if plan.stretches and (stretched := records.having(bucket, records.STRETCH)):
-            vectors = records.entries(stretched, records.STRETCH)
-            _subtract_stretches(stretched, vectors, reaches, plan.brake.last)

@@ -20,7 +20,7 @@ In a saved state a parameter always has the same entries, with zeros for those t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from .parameters import Bucket
 from .rules import rule_of
 from .state_keys import MOMENT, PREFIX, is_of_base, kept_states
 
-__all__ = ["entries", "forget", "having", "last_length", "record", "saved_form", "take_saved_form"]
+__all__ = ["forget", "having", "last_length", "record", "recorded", "saved_form", "take_saved_form"]
 
 TURN, CHANGE, LENGTH, STRETCH, DESCENT = (PREFIX + name for name in ("turn", "change", "length", "stretch", "descent"))
 OF_STEP = (TURN, CHANGE, LENGTH, STRETCH, DESCENT)
@@ -65,9 +65,10 @@ def having(bucket: Bucket, *keys: str) -> Bucket:
     return bucket
 
 
-def entries(bucket: Bucket, key: str) -> list[Tensor]:
-    """The entry of each member; all of them have it."""
-    return [m.state[key] for m in bucket]
+def recorded(buckets: Iterable[Bucket], key: str) -> list[tuple[Bucket, list[Tensor]]]:
+    """The members of each bucket that have an entry, if there are any, and their entries."""
+    parts = (having(bucket, key) for bucket in buckets)
+    return [(some, [m.state[key] for m in some]) for some in parts if some]
 
 
 def last_length(optimizer: torch.optim.Optimizer) -> Tensor | None:

@@ -146,17 +146,17 @@ def _turn(buckets: Sequence[Bucket], rates: Sequence[Scalar], copies: Copies) ->
     # Rates are divided by it, which keeps signs: where all are equal, nothing is to be multiplied on the device.
     unit = 1.0 if common is None or isinstance(common, Tensor) else abs(common) or 1.0
     compared: list[Compared] = []
-    for bucket in buckets:
-        if some := records.having(bucket, records.TURN):
-            lr = _rate_downhill(some)
-            compared.append(_with_recorded(some, records.TURN, lr if isinstance(lr, Tensor) else lr / unit))
+    for some, turns in records.recorded(buckets, records.TURN):
+        lr = _rate_downhill(some)
+        compared.append(Compared([m.gradient for m in some], turns, lr if isinstance(lr, Tensor) else lr / unit))
     return total_alignment(compared, copies) if compared else None
 
 
 def _average(buckets: Sequence[Bucket], copies: Copies) -> Scalar | None:
     """``<g', m>`` with the averages m that stand in for first moments, summed over all parameters."""
-    averaged = ([m for m in records.having(bucket, MOMENT) if not m.has_first_moment] for bucket in buckets)
-    compared = [_with_recorded(some, MOMENT) for some in averaged if some]
+    averaged = ([m for m in bucket if not m.has_first_moment] for bucket in buckets)
+    found = records.recorded(averaged, MOMENT)
+    compared = [Compared([m.gradient for m in some], averages) for some, averages in found]
     return total_alignment(compared, copies) if compared else None
 
 
@@ -166,14 +166,15 @@ def _stretched(buckets: Sequence[Bucket], copies: Copies) -> Stretched:
     rates: list[float] = []
     compared: list[Compared] = []
     before: list[Tensor] = []
-    for bucket in buckets:
-        if some := records.having(bucket, records.STRETCH, records.DESCENT):  # users may have deleted one
-            lr = _rate_downhill(some)
-            params += [m.p for m in some]
-            rates += [1.0 if isinstance(lr, Tensor) else lr] * len(some)
-            compared.append(_with_recorded(some, records.STRETCH, lr if isinstance(lr, Tensor) else 1.0))
-            descents = records.entries(some, records.DESCENT)
-            before += [descent * abs(lr) for descent in descents] if isinstance(lr, Tensor) else descents
+    both = records.STRETCH, records.DESCENT
+    having_both = [records.having(bucket, *both) for bucket in buckets]  # users may have deleted one
+    found = (records.recorded(having_both, key) for key in both)
+    for (some, stretches), (_, descents) in zip(*found, strict=True):
+        lr = _rate_downhill(some)
+        params += [m.p for m in some]
+        rates += [1.0 if isinstance(lr, Tensor) else lr] * len(some)
+        compared.append(Compared([m.gradient for m in some], stretches, lr if isinstance(lr, Tensor) else 1.0))
+        before += [descent * abs(lr) for descent in descents] if isinstance(lr, Tensor) else descents
     return Stretched(params, rates, alignments(compared, copies), _together(before)) if params else Stretched()
 
 
@@ -185,11 +186,6 @@ def _rate_downhill(bucket: Bucket) -> Scalar:
     lr = rate_of(bucket[0].group)
     lr = lr.abs() if isinstance(lr, Tensor) else abs(lr)
     return -lr if bucket[0].group.get("maximize") else lr
-
-
-def _with_recorded(some: Bucket, key: str, multiplier: Scalar = 1.0) -> Compared:
-    """Gradients with what was recorded under a key for each."""
-    return Compared([m.gradient for m in some], records.entries(some, key), multiplier)
 
 
 def _largest_of(gradients: Sequence[Tensor], copies: Copies) -> Scalar | None:
