@@ -15,7 +15,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor, nn
 
-from .bases import BaseStep, Bucket, gradient_weight_tracked, keep_averages, records, take_apart, update_length
+from .bases import Bucket, gradient_weight_tracked, keep_averages, records, take_apart, update_length
 from .bases.multi_tensor import subtract_, subtract_multiples_
 from .bases.state_keys import MOMENT
 from .common.rates import Scalar, moves, rate_of, rates_of
@@ -61,11 +61,11 @@ def take_turned_step(
     # This step has learned from what the last one recorded; it may still repeat it.
     records.forget(optimizer, (records.LENGTH,) if repeats else records.OF_STEP)
     if computes:
-        base = take_apart(covered, before)
+        moments, other_updates = take_apart(covered, before)
         del before
         lr = rates_of(optimizer.param_groups)
-        directions = engine.directions(base.moments, lr, base.other_updates, keeps_zeros=plan.learns)
-        _turn_and_stretch(plan, covered, base, directions, reaches)
+        directions = engine.directions(moments, lr, other_updates, keeps_zeros=plan.learns)
+        _turn_and_stretch(plan, covered, moments, other_updates, directions, reaches)
     else:
         if repeats:  # each stretch is multiplied by its layer's present reach
             _subtract(records.recorded(covered, records.CHANGE))
@@ -79,7 +79,8 @@ def take_turned_step(
 def _turn_and_stretch(
     plan: Plan,
     covered: Sequence[Bucket],
-    base: BaseStep,
+    moments: Mapping[nn.Parameter, Tensor],
+    other_updates: Mapping[nn.Parameter, Tensor],
     directions: Directions,
     reaches: Mapping[nn.Parameter, float],
 ) -> None:
@@ -90,7 +91,7 @@ def _turn_and_stretch(
         _subtract(_by_bucket(covered, directions.laid_out(changes_at(directions.scaled, plan.trust))))
         return
     scaled, trust = grafted(directions.scaled, plan.graft), plan.trust
-    updates = {**base.moments, **base.other_updates}
+    updates = {**moments, **other_updates}
     length = update_length(covered, list(updates.values()), directions.update_length(updates))
     brake = plan.brake.of(length)
     makers: dict[str, Maker] = {records.TURN: lambda out: turns(scaled, out)}
@@ -106,7 +107,7 @@ def _turn_and_stretch(
     if records.STRETCH in found:
         stretched = _by_bucket(covered, found[records.STRETCH])
         _subtract_stretches(stretched, reaches, 1.0 if brake is None else brake)
-        found[records.DESCENT] = _descents(base.moments, stretched)
+        found[records.DESCENT] = _descents(moments, stretched)
     records.record(covered, found, length)
 
 

@@ -12,14 +12,13 @@ Where to look::
     lamb.py             LAMB by multi-tensor operations
 """
 
-from .base_step import BaseStep, refuse_base, refuse_order, take_apart, update_length
+from .base_step import refuse_base, refuse_order, take_apart, update_length
 from .first_moments import gradient_weight_tracked, keep_averages
 from .lamb import MultiTensorLamb
 from .parameters import Bucket, gradients_of
 from .rules import buckets_of
 
 __all__ = [
-    "BaseStep",
     "Bucket",
     "MultiTensorLamb",
     "buckets_of",

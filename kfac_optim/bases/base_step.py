@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from ..common.flat_storage import Tensors
 from ..distributed import any_sharded, summed_over_shards
 from .parameters import Bucket
 
-__all__ = ["BaseStep", "refuse_base", "refuse_order", "take_apart", "update_length"]
+__all__ = ["refuse_base", "refuse_order", "take_apart", "update_length"]
 
 
 def refuse_base(cls: type, step: Callable[..., Any]) -> None:
@@ -62,39 +61,31 @@ def refuse_order(cls: type, mixin: type) -> None:
             )
 
 
-@dataclass(frozen=True)
-class BaseStep:
-    """The parts of the base class's step, by parameter.
-
-    Attributes:
-        moments: The first moments of the raw gradients, negated under ``maximize``; the gradients themselves where no
-            moment is kept.
-        other_updates: What the base class subtracted from the weights because of the gradients, per unit of the
-            learning rate, where that is not the moment itself.
-    """
-
-    moments: dict[nn.Parameter, Tensor]
-    other_updates: dict[nn.Parameter, Tensor]
-
-
-def take_apart(buckets: Sequence[Bucket], before: Sequence[Tensors]) -> BaseStep:
+def take_apart(
+    buckets: Sequence[Bucket], before: Sequence[Tensors]
+) -> tuple[dict[nn.Parameter, Tensor], dict[nn.Parameter, Tensor]]:
     """Takes apart the step that the base class has just taken, after :func:`~.first_moments.keep_averages`.
 
     Args:
         buckets: The parameters of interest, with their states after the step.
         before: For each bucket, what :meth:`.Rule.weights_before` returned before the step.
+
+    Returns:
+        By parameter, the first moment m of the raw gradients, negated under ``maximize``; the gradient itself where no
+        moment is kept. And the update u, per unit of the learning rate, where that is not m.
     """
-    base = BaseStep({}, {})
+    found: dict[nn.Parameter, Tensor] = {}
+    other_updates: dict[nn.Parameter, Tensor] = {}
     for bucket, weights in zip(buckets, before, strict=True):
         gradients, rule = [m.gradient for m in bucket], bucket[0].rule
         descent: Tensors = torch._foreach_neg(gradients) if bucket[0].group.get("maximize") else gradients
         moments = rule.moments(bucket, descent)
         updates = rule.updates(bucket, weights, moments, descent)
         params = [m.p for m in bucket]
-        base.moments.update(zip(params, moments, strict=True))
+        found.update(zip(params, moments, strict=True))
         if updates is not moments:
-            base.other_updates.update(zip(params, updates, strict=True))
-    return base
+            other_updates.update(zip(params, updates, strict=True))
+    return found, other_updates
 
 
 def update_length(buckets: Sequence[Bucket], updates: Sequence[Tensor], together: Tensor | None) -> Tensor:

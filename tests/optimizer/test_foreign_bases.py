@@ -375,8 +375,8 @@ def test_updates_have_nothing_of_the_decay_that_a_base_adds_to_the_gradient(base
             for m in bucket:
                 m.take_state()
             keep_averages([bucket], None)
-            found = take_apart([bucket], [[weight.clone() for weight in weights]])
+            moments, updates = take_apart([bucket], [[weight.clone() for weight in weights]])
         for m, weight in zip(bucket, weights, strict=True):
-            share = 1.0 if "decoupled_weight_decay" in how else found.moments[m.p] / m.state["exp_avg"]
+            share = 1.0 if "decoupled_weight_decay" in how else moments[m.p] / m.state["exp_avg"]
             expected = share * (weight - m.p.detach()) / 0.01
-            torch.testing.assert_close(found.other_updates[m.p], expected, rtol=1e-8, atol=1e-10)
+            torch.testing.assert_close(updates[m.p], expected, rtol=1e-8, atol=1e-10)
