@@ -56,14 +56,14 @@ class Directions:
     Attributes:
         layouts: For each stack of layers of one shape, where the parameters lie in its matrices.
         scaled: The scaled directions, with all that a scaling knows about the layers.
-        vectors: What was preconditioned, by parameter; the layers' other parameters take no part in the step.
+        given: What was preconditioned, by parameter; the layers' other parameters take no part in the step.
         dtype: The dtype of all matrices.
         exchange: Sends back the directions of layers whose shards went to only some ranks; None: there are none.
     """
 
     layouts: Sequence[Layout]
     scaled: Stacked
-    vectors: Mapping[nn.Parameter, Tensor]
+    given: Mapping[nn.Parameter, Tensor]
     dtype: torch.dtype
     exchange: ShardExchange | None = None
 
@@ -95,7 +95,7 @@ class Directions:
         """
         whole: dict[nn.Parameter, Tensor] = {}
         for layout, of_stack in zip(self.layouts, matrices.tensors, strict=True):
-            _assemble(whole, layout.read(of_stack, self.vectors), elsewhere)
+            _assemble(whole, layout.read(of_stack, self.given), elsewhere)
         if not self._has_shards:
             return whole
         back = {} if self.exchange is None else self.exchange.scatter(whole, self.dtype)
@@ -117,7 +117,7 @@ class Directions:
         viewable = sum(layout.viewable_numel for layout in self.layouts)
         copies = 2 * viewable < sum(math.prod(layout.shape) for layout in self.layouts)
         for layout, *wholes in zip(self.layouts, *made, strict=True):
-            several = layout.read_several(wholes, self.vectors, copies=copies)
+            several = layout.read_several(wholes, self.given, copies=copies)
             for result, parts in zip(found, several, strict=True):
                 _assemble(result, parts)
         return dict(zip(makers, found, strict=True))

@@ -79,7 +79,7 @@ class StackPreconditioner:
                 eigenvalue.
             any_length: Whether the directions may be gamma times as long, which saves launches.
         """
-        decomposed = [stack.in_use for stack in stacks]
+        decomposed = [stack.applied for stack in stacks]
         joint = self._joint_of(stacks, decomposed)
         given = self._filled(stacks, vectors.given)
         gammas: list[Tensor] = []  # none if directions are gamma times as long
@@ -143,9 +143,9 @@ class StackPreconditioner:
             return False
         if sum(math.prod(stack.layout.shape) for stack in stacks) > _MOST_NUMEL:
             return False
-        if any(stack.in_use is None or max(spec.blocks for spec in stack.specs) > 1 for stack in stacks):
+        if any(stack.applied is None or max(spec.blocks for spec in stack.specs) > 1 for stack in stacks):
             return False
-        return all(part.dtype == self.dtype for stack in stacks for side in stack.in_use or () for part in side)
+        return all(part.dtype == self.dtype for stack in stacks for side in stack.applied or () for part in side)
 
     def _rate(self, stack: Stack, vectors: StepVectors) -> Scalar:
         """The learning rate of a stack; where weights and biases have different ones a tensor of the stack's shape."""

@@ -67,7 +67,7 @@ class Stack:
         return self.blocks[0].specs
 
     @property
-    def in_use(self) -> Sides | None:
+    def applied(self) -> Sides | None:
         """The decompositions, or the relevant parts of them if these are known."""
         return self.decomposed if self.relevant is None else self.relevant[1]
 
