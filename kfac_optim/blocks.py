@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from .snapshots import (
     Snapshot,
     Source,
     State,
-    set_learned,
 )
 from .solvers import Sides
 from .spectra import eigenvalues
@@ -100,7 +99,7 @@ class Block:
             a, g = (spec.empty(dtype, device, kept=here) for spec, here in zip(self.specs, kept, strict=True))
             snapshot: Snapshot = {"A": a, "G": g}
             if source == "current":
-                set_learned(snapshot, {name: learned.start for name, learned in LEARNED.items()})
+                snapshot.update(cast(Snapshot, {name: learned.start for name, learned in LEARNED.items()}))
             else:
                 precision = torch.promote_types(dtype, torch.float32)
                 snapshot["gamma"] = torch.zeros(self.specs[0].pairs, dtype=precision, device=device)
@@ -256,7 +255,7 @@ class Block:
     def eigenvalues(self) -> tuple[Tensor | None, ...]:
         """All eigenvalues of A and of G in use, largest first, ``[p n]`` each, on the CPU; None on other ranks."""
         if self._eigenvalues is None:
-            used = self.factors("in_use")
+            used = self.used
             found = (eigenvalues(used.matrix(side)) if used.kept(side) else None for side in range(2))
             # Padding of blocks adds eigenvalues of 0, which come last.
             kept = zip(self.specs, found, strict=True)

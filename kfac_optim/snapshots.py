@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, cast
+from typing import Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ __all__ = [
     "Snapshot",
     "Source",
     "State",
-    "set_learned",
 ]
 
 FactorName = Literal["A", "G"]
@@ -77,11 +76,6 @@ class Snapshot(TypedDict, total=False):
 
 
 State = dict[Source, Snapshot]
-
-
-def set_learned(snapshot: Snapshot, numbers: Mapping[str, Any]) -> None:
-    """Sets learned numbers of a snapshot."""
-    cast(dict[str, Any], snapshot).update(numbers)
 
 
 class Factors:

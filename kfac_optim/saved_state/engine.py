@@ -20,7 +20,7 @@ from ..distributed import shard_number
 from ..factors import copy_average_
 from ..placement import whole_state
 from ..scaling import KLClip
-from ..snapshots import AG, LEARNED, State, set_learned
+from ..snapshots import AG, LEARNED, Snapshot, State
 from ..stages import Staged, Stages
 from .checks import check_counters, check_states, check_sums, checksums
 
@@ -178,7 +178,8 @@ def _copy_state(target: State, saved: State) -> None:
             snapshot["gamma"].copy_(saved[source]["gamma"])
         else:
             numbers = cast(Mapping[str, Any], saved[source])
-            set_learned(snapshot, {name: learned.restored(numbers[name]) for name, learned in LEARNED.items()})
+            restored = {name: learned.restored(numbers[name]) for name, learned in LEARNED.items()}
+            snapshot.update(cast(Snapshot, restored))
 
 
 def whole_states(engine: Staged) -> dict[nn.Parameter, State]:
