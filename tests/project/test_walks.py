@@ -90,14 +90,15 @@ def test_the_page_names_the_calls_of_a_step_in_order(name: str, options: dict[st
     require_in_order(walk(name), calls_of(lambda: train(**options)))
 
 
-def test_the_page_names_the_calls_of_a_later_step_in_order() -> None:
+@pytest.mark.parametrize(("name", "before"), [("step", 8), ("repeat", 21)], ids=["step", "repeat"])
+def test_the_page_names_the_calls_of_a_later_step_in_order(name: str, before: int) -> None:
     """One that learns from the step before; the first steps are not stretched yet."""
     model = nn.Linear(8, 4)
     optimizer = KFACAdam(model, lr=0.01)
-    for _ in range(8):
+    for _ in range(before):
         optimizer.zero_grad()
         model(torch.randn(32, 8)).square().mean().backward()
         optimizer.step()
     optimizer.zero_grad()
     model(torch.randn(32, 8)).square().mean().backward()
-    require_in_order(walk("step"), calls_of(optimizer.step))
+    require_in_order(walk(name), calls_of(optimizer.step))
