@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +15,9 @@ from .layers import KroneckerLayer
 from .snapshots import (
     AG,
     CONSTRAINED,
-    LEARNED,
     SOURCES,
     START_REACH,
+    UNLEARNED,
     Factors,
     KnownSpectra,
     Snapshot,
@@ -99,7 +99,7 @@ class Block:
             a, g = (spec.empty(dtype, device, kept=here) for spec, here in zip(self.specs, kept, strict=True))
             snapshot: Snapshot = {"A": a, "G": g}
             if source == "current":
-                snapshot.update(cast(Snapshot, {name: learned.start for name, learned in LEARNED.items()}))
+                snapshot.update(UNLEARNED)
             else:
                 precision = torch.promote_types(dtype, torch.float32)
                 snapshot["gamma"] = torch.zeros(self.specs[0].pairs, dtype=precision, device=device)
@@ -120,49 +120,32 @@ class Block:
         """Whether both factors of a source have seen something."""
         return bool(self.state) and self.factors(source).has_data
 
+    def learned(self, name: str) -> Any:
+        """One of the ``LEARNED`` numbers; its start value while there is no state."""
+        numbers: Any = self.state.get("current", UNLEARNED)
+        return numbers[name]
+
+    def set_learned(self, **numbers: float) -> None:
+        """Sets some of them."""
+        current: Any = self.state["current"]
+        current.update(numbers)
+
     @property
     def reach(self) -> float:
         """The learned share of the stretch along flat directions that its steps get (:mod:`~.reach`)."""
-        if not self.state:
-            return START_REACH
-        reach = float(self.state["current"]["reach"])
-        return min(reach, START_REACH) if self.is_constrained else reach
+        numbers: Any = self.state.get("current", UNLEARNED)
+        reach = float(numbers["reach"])
+        return min(reach, START_REACH) if numbers["changes"] == CONSTRAINED else reach
 
     @property
-    def reach_fell(self) -> bool:
-        """Whether the loss has ever ceased to fall along one of its stretches; see :mod:`~.reach`."""
-        return bool(self.state) and bool(self.state["current"]["fell"])
-
-    def set_reach(self, value: float, *, fell: bool | None = None) -> None:
-        """Sets the reach to a newly learned value; ``fell``: see :attr:`reach_fell`, which None leaves as it is."""
-        learned = self.state["current"]
-        learned["reach"] = value
-        if fell is not None:
-            learned["fell"] = fell
-
-    @property
-    def trains(self) -> bool:
-        """Whether the weight required gradients when this was noted last."""
-        return bool(self.state) and bool(self.state["current"]["trains"])
+    def is_constrained(self) -> bool:
+        """Whether the training loop keeps changing its weights between steps (:mod:`~.constraints`)."""
+        return bool(self.learned("changes") == CONSTRAINED)
 
     def note_trains(self) -> None:
         """Notes whether the weight requires gradients now."""
         if self.state:
-            self.state["current"]["trains"] = self.layer.weight.requires_grad
-
-    def note_comparison(self, *, changed: bool) -> None:
-        """Counts how many comparisons in a row have found its weights changed between steps (:mod:`~.constraints`).
-
-        Once the layer counts as constrained it stays so.
-        """
-        learned = self.state["current"]
-        if not self.is_constrained:
-            learned["changes"] = learned["changes"] + 1 if changed else 0
-
-    @property
-    def is_constrained(self) -> bool:
-        """Whether the training loop keeps changing its weights between steps."""
-        return bool(self.state) and self.state["current"]["changes"] == CONSTRAINED
+            self.set_learned(trains=self.layer.weight.requires_grad)
 
     def adopt(self, state: State) -> None:
         """Replaces the state."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Literal, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ __all__ = [
     "LEARNED",
     "SOURCES",
     "START_REACH",
+    "UNLEARNED",
     "Factors",
     "KnownSpectra",
     "Snapshot",
@@ -35,12 +36,12 @@ Source = Literal["current", "in_use", "pending"]
 SOURCES: tuple[Source, Source, Source] = ("current", "in_use", "pending")
 CONSTRAINED = 2  # a layer counts as constrained after this many comparisons in a row that found its weights changed
 START_REACH = 0.01  # of a layer's reach
-# The learned numbers of a layer, which are saved beside its running averages.
+# The learned numbers of a layer, which are saved beside its running averages ("current").
 LEARNED: Mapping[str, Counter] = {
-    "reach": Counter(START_REACH),
-    "fell": Counter(False, 1),
-    "trains": Counter(False, 1),
-    "changes": Counter(0, CONSTRAINED),
+    "reach": Counter(START_REACH),  # the share of the stretch along flat directions that its steps get (reach.py)
+    "fell": Counter(False, 1),  # whether the loss has ever ceased to fall along one of its stretches
+    "trains": Counter(False, 1),  # whether its weight required gradients when this was noted last
+    "changes": Counter(0, CONSTRAINED),  # how many comparisons in a row have found its weights changed (constraints.py)
 }
 
 
@@ -53,29 +54,24 @@ class KnownSpectra:
 
 
 class Snapshot(TypedDict, total=False):
-    """What the state of a layer's weight holds for one :data:`Source`.
+    """What the state of a layer's weight holds for one :data:`Source`; "current" also has the :data:`LEARNED` numbers.
 
     Attributes:
         A: The running average A.
         G: The running average G.
         gamma: "in_use" and "pending": the damping of each pair with which the factors are decomposed, ``[p]``; 0 if the
             solver adds it when it applies them.
-        reach: "current" alone: see :attr:`~kfac_optim.blocks.Block.reach`.
-        fell: "current" alone: see :attr:`~kfac_optim.blocks.Block.reach_fell`.
-        trains: "current" alone: see :attr:`~kfac_optim.blocks.Block.trains`.
-        changes: "current" alone: see :meth:`~kfac_optim.blocks.Block.note_comparison`.
     """
 
     A: Average
     G: Average
     gamma: Tensor
-    reach: float
-    fell: bool
-    trains: bool
-    changes: int
 
 
 State = dict[Source, Snapshot]
+
+# What has been learned of a layer at first.
+UNLEARNED = cast(Snapshot, {name: learned.start for name, learned in LEARNED.items()})
 
 
 class Factors:

@@ -236,7 +236,7 @@ class Stages:
         """
         if self.refresher.in_progress is not None or not self.refresher.has_begun:
             return
-        changed = [block for block in self.blocks if block.layer.weight.requires_grad != block.trains]
+        changed = [block for block in self.blocks if block.layer.weight.requires_grad != block.learned("trains")]
         for block in changed:
             block.note_trains()
         # Layers that had trained before go on with their decompositions.
@@ -329,7 +329,7 @@ class Stages:
         self.steering.take_over(found)
         for block, reach in zip(self.blocks, found.get("reach", ()), strict=False):
             if reach != block.reach:
-                block.set_reach(reach)
+                block.set_learned(reach=reach)
 
     def built(self) -> dict[str, Any]:
         """The values that have to be the same on all ranks, by name."""
@@ -339,7 +339,7 @@ class Stages:
             **{name: compared(getattr(config, name), step) for name in CHANGEABLE if name != "grad_scaler"},
             "layers": [block.layer.name for block in self.blocks],
             "reach": [block.reach for block in self.blocks],
-            "fell": [block.reach_fell for block in self.blocks],
+            "fell": [block.learned("fell") for block in self.blocks],
             "constrained": [block.is_constrained for block in self.blocks],
             "factors and workers": [(block.specs, block.workers) for block in self.blocks],
             "solver": compared(config.solver, step),

@@ -89,8 +89,9 @@ class WeightWatch:
         edited = {p for p, is_edited in zip(self.watched, edits, strict=True) if is_edited}
         for block in blocks:
             is_edited = bool(edited) and not edited.isdisjoint(block.layer.parameters)
-            if compared and not compared.isdisjoint(block.layer.parameters):
-                block.note_comparison(changed=is_edited)
+            is_compared = compared and not compared.isdisjoint(block.layer.parameters)
+            if is_compared and not block.is_constrained:  # once constrained, it stays so
+                block.set_learned(changes=block.learned("changes") + 1 if is_edited else 0)
             if is_edited or block.is_constrained:
                 undone.update(block.layer.parameters)
         return undone

@@ -82,9 +82,9 @@ def learn_reaches(
             of_p = slopes.get(p, (0.0, 0.0))
             after, before = after + of_p[0], before + of_p[1]
         if before > 0 and (not undone or block.is_constrained or undone.isdisjoint(block.layer.parameters)):
-            slope, fell = after / before, block.reach_fell
+            slope, fell = after / before, block.learned("fell")
             reach = _moved(block.reach, slope, fell=fell, warms_up=warms_up)
-            block.set_reach(reach, fell=fell or not slope > 0)
+            block.set_learned(reach=reach, fell=fell or not slope > 0)
             too_long.update(() if after > 0 else block.layer.parameters)  # also if ``after`` is NaN
     return too_long
 
@@ -93,7 +93,7 @@ def lower_reaches(blocks: Sequence[Block], rise: float) -> None:
     """Lowers all reaches by the factor by which the learning rate has risen, ``rise`` (:meth:`RateHistory.rise`)."""
     for block in blocks:
         if rise > 1 and block.state:
-            block.set_reach(max(LEAST_REACH, block.reach / rise))
+            block.set_learned(reach=max(LEAST_REACH, block.reach / rise))
 
 
 class RateHistory(Counted):

@@ -247,7 +247,7 @@ def round_differently(rank: int, world_size: int, by: float, notches: int, fell:
             engine.stages.steering.brake.usual *= by
             engine.stages.steering.trust.notches += notches
             for block in engine.stages.blocks:
-                block.set_reach(block.reach * by, fell=fell)
+                block.set_learned(reach=block.reach * by, fell=block.learned("fell") if fell is None else fell)
     return [engine.stages.built()["usual_length"], [block.reach for block in engine.stages.blocks], values(model)]
 
 

@@ -161,7 +161,7 @@ def test_steps_go_further_where_it_is_flat(kfac: Any, base: Any, how: dict[str, 
     shown = f"reach up to {seen[-1]:.2g}" if seen[-1] > reach.LEAST_REACH else "reach at its least"
     assert shown in repr(optimizer.curvature)
     for layer in optimizer.curvature.stages.blocks:
-        layer.set_reach(reach.LEAST_REACH)
+        layer.set_learned(reach=reach.LEAST_REACH)
     assert "reach at its least" in repr(optimizer.curvature)
 
 
@@ -175,7 +175,7 @@ def test_directions_are_computed_in_every_step_while_a_layer_is_stretched(reache
         optimizer.step()
     optimizer.curvature.stages.steering.trust.notches = 0
     for block, reached in zip(optimizer.curvature.stages.blocks, reaches, strict=True):
-        block.set_reach(reached)
+        block.set_learned(reach=reached)
     assert optimizer.curvature.stages.plan().stretches
     assert optimizer.curvature.stages.plan().computes == (max(reaches) > reach.LEAST_REACH)
 
@@ -324,7 +324,7 @@ def test_after_its_first_fall_reach_falls_where_a_slope_is_noise() -> None:
         (10.0, 1 / 30),
         (math.inf, 1 / 30),
     ]:
-        block.set_reach(0.1)
+        block.set_learned(reach=0.1)
         too_long = reach.learn_reaches([block], {weight: (slope, 1.0)})
         assert (block.reach, bool(too_long)) == (pytest.approx(0.1 * expected), slope <= 0)
 
@@ -337,7 +337,7 @@ def test_before_its_first_fall_reach_rises_faster_where_the_slope_has_hardly_cha
         before = block.reach
         reach.learn_reaches([block], {weight: (slope, 1.0)})
         reach.lower_reaches([block], 1.2)
-        assert block.reach == pytest.approx(before * growth / 1.2) and not block.reach_fell
+        assert block.reach == pytest.approx(before * growth / 1.2) and not block.learned("fell")
     before = block.reach
     reach.learn_reaches([block], {weight: (1.0, 1.0)}, warms_up=True)
     assert block.reach == pytest.approx(1.1 * before)
@@ -347,11 +347,11 @@ def test_before_its_first_fall_reach_rises_faster_where_the_slope_has_hardly_cha
         if each is other:
             each.load_state_dict(optimizer.state_dict())
         block = each.curvature.stages.blocks[1]
-        assert [b.reach_fell for b in each.curvature.stages.blocks] == [False, True]
+        assert [b.learned("fell") for b in each.curvature.stages.blocks] == [False, True]
         before = block.reach
         reach.learn_reaches([block], {of: (1.0, 1.0)})
         assert block.reach == pytest.approx(1.1 * before)
-        block.set_reach(before)
+        block.set_learned(reach=before)
 
 
 def test_a_state_that_does_not_say_whether_reaches_fell_is_refused() -> None:
