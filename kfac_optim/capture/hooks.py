@@ -341,7 +341,7 @@ def _unwatched_parts(watched: Collection[nn.Module], roots: Iterable[nn.Module])
     around: dict[nn.Module, set[str]] = {module: set() for module in every}  # a module may be in several
     for module in every:
         parts = [(name, part) for name, part in module.named_children() if part not in known]
-        own[module] = " ".join(name for name, part in parts if next(part.parameters(), None) is not None)
+        own[module] = " ".join(name for name, part in parts if next(nn.Module.parameters(part), None) is not None)
         for part in module.children():
             around[part].add(own[module])
     return {module: "/".join([own[module], *sorted(around[module])]) for module in watched}

@@ -15,7 +15,7 @@ from ..common.user_warning import warn_user
 from ..config import Config
 from ..distributed import Communicator, gathered_weight, own_shape, refuse_flattened, sharding_problem, whole_shape
 from ..layers import COMPUTED, FoundLayers, LayerOptions, LinearLayer, skip_reason
-from .whereabouts import Whereabouts, owners_of, unwrap
+from .whereabouts import Whereabouts, owners_of, parameters_in, unwrap
 
 __all__ = ["TrainedModel", "parameters_of"]
 
@@ -25,7 +25,7 @@ _RESHARD = ". With FSDP2 call reshard() before you build it, if forward passes w
 def parameters_of(source: nn.Module | Iterable[Any]) -> list[nn.Parameter]:
     """The parameters of a module, or of anything torch's optimizers take: tensors, named tensors, groups of them."""
     if isinstance(source, nn.Module):
-        return list(source.parameters())
+        return parameters_of(source.parameters())
     found: list[nn.Parameter] = []
     for item in source:
         if isinstance(item, dict):
@@ -66,7 +66,7 @@ class TrainedModel:
         self.uncovered: dict[nn.Parameter, tuple[str, str]] = {}
         self._whereabouts = Whereabouts((), (), ())
         self._steps_on_fewer = 0  # steps in a row on fewer parameters than are known
-        owned = () if self.model is None else self.model.parameters()
+        owned = () if self.model is None else parameters_in(self.model)
         if self.model is not None and self.parameters and not any(p in self.parameters for p in owned):
             raise ValueError(
                 f"model={type(self.model).__name__}: it owns none of the {len(self.parameters)} parameters that the "
@@ -222,7 +222,7 @@ class TrainedModel:
 
     def _owned(self) -> set[nn.Parameter]:
         """The parameters that the modules have now."""
-        return {p for root in self.roots for p in root.parameters()}
+        return {p for root in self.roots for p in parameters_in(root)}
 
     def _moves(self, stepped: Sequence[nn.Parameter]) -> Mapping[nn.Parameter, nn.Parameter]:
         """By parameter, the one of the same shape that has taken its place and that the optimizer steps on.

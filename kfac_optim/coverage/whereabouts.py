@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 
 from ..distributed import is_sharded
 from ..layers import KroneckerLayer
 
-__all__ = ["Whereabouts", "owners_of", "unwrap"]
+__all__ = ["Whereabouts", "owners_of", "parameters_in", "unwrap"]
 
 
 class Whereabouts:
@@ -98,6 +98,11 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
+def parameters_in(module: nn.Module) -> Iterator[nn.Parameter]:
+    """All parameters of a module; its own ``parameters()`` may leave some out, or return groups for the optimizer."""
+    return nn.Module.parameters(module)
+
+
 def owners_of(parameters: Iterable[Tensor], known: Iterable[nn.Module] = ()) -> list[nn.Module]:
     """The outermost live modules of the process that contain any of some parameters, which are compared by identity.
 
@@ -124,7 +129,7 @@ def owners_of(parameters: Iterable[Tensor], known: Iterable[nn.Module] = ()) -> 
 
     def sort_key(top: nn.Module) -> tuple[int, int]:
         """Sorts by what a module owns, the most first, so that every process lists the modules in the same order."""
-        owned = [order[id(p)] for p in top.parameters() if id(p) in order]
+        owned = [order[id(p)] for p in parameters_in(top) if id(p) in order]
         return -len(owned), min(owned)
 
     return sorted(tops, key=sort_key)

@@ -15,7 +15,7 @@ from kfac_optim.common import machines
 from kfac_optim.stacks.directions import Directions, by_parameter
 from tests.helpers.compare import assert_close, assert_identical, assert_trained, values
 from tests.helpers.settings import CLASSES, FLOAT64, OFTEN, SETTINGS
-from tests.helpers.training import backward, make_model, train
+from tests.helpers.training import backward, data_of, make_model, train
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -446,6 +446,28 @@ def test_the_forward_may_go_through_the_wrapper(wrap: str) -> None:
     train(twin, KFACSGD(twin, lr=0.1, **SETTINGS), range(3))
     torch._dynamo.reset()
     assert_close(model, twin, TOL)
+
+
+class Grouped(nn.Sequential):
+    """Gives an optimizer groups instead of parameters, as models with several learning rates do."""
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return [{"params": list(nn.Module.parameters(self, recurse)), "lr": 0.05}]
+
+
+@pytest.mark.parametrize("source", ["parameters", "module", "parameters and model", "by hand"])
+def test_a_model_may_return_groups_as_its_parameters(source: str) -> None:
+    model, twin = (nn.Sequential(nn.Linear(4, 6), nn.Sequential(nn.PReLU()), nn.Linear(6, 3)) for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    grouped = Grouped(model[0], Grouped(*model[1]), model[2])
+    del model
+    params, owner = SOURCES[source](grouped) if source in SOURCES else (nn.Module.parameters(grouped), None)
+    optimizer = KFACSGD(params, lr=0.1 if source != "by hand" else 0.05, model=owner, **SETTINGS)
+    assert [layer.name for layer in optimizer.curvature.layers] == ["0", "2"]
+    train(grouped, optimizer, [data_of(step) for step in range(STEPS)])
+    train(twin, KFACSGD(twin, lr=0.05, **SETTINGS), range(STEPS))
+    assert_close(twin, nn.Sequential(*grouped), TOL)
+    assert [layer.name for layer in CurvatureEngine(grouped).layers] == ["0", "2"]
 
 
 def test_parameters_of_two_models() -> None:
