@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 __all__ = ["LossAverage", "LossTerms", "main_tensor", "tensors_in"]
@@ -105,21 +106,43 @@ def _first_tensor(value: Any) -> Tensor | None:
 
 def main_tensor(output: Any) -> Tensor | None:
     """The main tensor of a model's output: its ``.logits``, or else the first tensor in it that is not of integers."""
-    logits = getattr(output, "logits", None)
+    try:
+        logits = getattr(output, "logits", None)
+    except Exception:  # KeyError of a dict whose __getattr__ is __getitem__, or whatever a property may raise
+        logits = None
     if isinstance(logits, Tensor):
         return logits
     return _first_tensor([t for t in tensors_in(output) if t.is_floating_point() or t.is_complex()])
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors in nested tuples, lists, dicts and dataclasses; a list, because older compilers reject generators."""
-    if isinstance(value, Tensor):
-        return [value]
-    items: Iterable[Any] = value if isinstance(value, (tuple, list)) else ()
+    """All tensors in nested tuples, lists, dicts and dataclasses; a list, because older compilers reject generators.
+
+    What is there several times is looked into once: the nodes of a tree may know their parents.
+    """
+    found: list[Tensor] = []
+    waiting, seen = [value], {}
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            found.append(value)
+            continue
+        items = _items_of(value)
+        if items and not torch.compiler.is_compiling():  # compilers know no identity of what a graph makes
+            items = [] if id(value) in seen else items
+            seen[id(value)] = value  # kept, or another object might get its number
+        waiting += items[::-1]
+    return found
+
+
+def _items_of(value: Any) -> list[Any]:
+    if isinstance(value, (tuple, list)):
+        return list(value)
     if isinstance(value, dict):
-        items = value.values()
-    elif is_dataclass(value):
+        # An entry named "values" may hide the method; compilers know no other way to call it.
+        return list(value.values() if torch.compiler.is_compiling() else dict.values(value))
+    if is_dataclass(value):
         # With slots=True there is no __dict__; what __post_init__() has added is no field.
         of_fields = {field.name: getattr(value, field.name, None) for field in fields(value)}
-        items = {**of_fields, **getattr(value, "__dict__", {})}.values()
-    return [tensor for item in items for tensor in tensors_in(item)]
+        return list({**of_fields, **getattr(value, "__dict__", {})}.values())
+    return []

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from kfac_optim import KFACSGD, CurvatureEngine
 from kfac_optim.capture import LossTerms
+from kfac_optim.capture.loss_terms import tensors_in
 from tests.helpers.compare import (
     SAME,
     assert_near,
@@ -289,6 +290,77 @@ def test_outputs_may_be_dataclasses_with_more_than_their_fields(compiled: bool) 
     first, second = build(model, loss_average="elements"), build(plain, loss_average="elements")
     call = torch.compile(model, backend="eager") if compiled else model
     assert_step_alike((model, first, call(x).results[0].square().mean()), (plain, second, plain(x).square().mean()))
+
+
+class EntriesAsAttributes(dict[str, Any]):
+    """A dict as many projects have one: it raises KeyError for an attribute that it lacks."""
+
+    __getattr__ = dict.__getitem__
+
+
+class AttributesAsEntries(dict[str, Any]):
+    """Another one: an entry named "values" hides the method."""
+
+    def __init__(self, **entries: Any) -> None:
+        super().__init__(entries)
+        self.__dict__ = self
+
+
+class Refusing(NamedTuple):
+    """An output that cannot give its logits."""
+
+    values: Tensor
+
+    @property
+    def logits(self) -> Tensor:
+        raise RuntimeError("not computed")
+
+
+@dataclass
+class Node:
+    """A node of a tree that knows its parent."""
+
+    values: Tensor | None = None
+    parent: Node | None = None
+    children: list[Node] = field(default_factory=list)
+
+    def grow(self) -> Node:
+        """Adds a child, and returns the node itself."""
+        self.children.append(Node(None, self))
+        return self
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda output: EntriesAsAttributes(values=output),
+        lambda output: AttributesAsEntries(values=output),
+        Refusing,
+        lambda output: Node(output).grow(),
+    ],
+    ids=["entries as attributes", "attributes as entries", "no logits", "tree"],
+)
+def test_containers_of_any_kind_are_looked_into(kind: Callable[[Tensor], Any]) -> None:
+    def values_of(given: Any) -> Tensor:
+        return given["values"] if isinstance(given, dict) else given.values
+
+    class Taker(Tagger):
+        def forward(self, given: Any) -> Any:
+            return kind(super().forward(values_of(given)))
+
+    model, plain, x = Taker(), Tagger(), torch.randn(4, 3)
+    plain.load_state_dict(model.state_dict())
+    first, second = build(model), build(plain)
+    losses = values_of(model(kind(x))).square().mean(), plain(x).square().mean()
+    assert_step_alike((model, first, losses[0]), (plain, second, losses[1]))
+
+
+def test_tensors_are_found_in_their_order_at_any_depth() -> None:
+    tensors = [torch.ones(()) * i for i in range(4)]
+    chain: list[Any] = [tensors[2]]
+    for _ in range(5000):
+        chain = [chain]
+    assert tensors_in(({"a": tensors[0], "b": [tensors[1]]}, chain, tensors[3])) == tensors
 
 
 def test_a_scalar_over_tokens_counts_the_examples_of_integer_inputs() -> None:
