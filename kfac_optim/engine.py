@@ -65,7 +65,7 @@ class CurvatureEngine(Config):
         UserWarning: If no module owns any of the parameters: all of them then train by the base rule.
     """
 
-    _owner: weakref.ref[Any] | None = None
+    _owners: tuple[weakref.ref[Any], ...] = ()
 
     def __init__(
         self, model: nn.Module | Iterable[Any], params: Iterable[nn.Parameter] | None = None, **given: Any
@@ -81,18 +81,25 @@ class CurvatureEngine(Config):
     @property
     def owner(self) -> Any:
         """The optimizer of this package that calls the engine; None for an engine used by itself."""
-        return None if self._owner is None else self._owner()
+        return next((owner for each in self._owners if (owner := each()) is not None), None)
 
     @property
     def turns_steps(self) -> bool:
         return bool(getattr(self.owner, "precondition", "gradient") == "momentum")
 
-    def belong_to(self, optimizer: Any) -> None:
+    def belong_to(self, optimizer: Any, *, shared: bool = False) -> None:
         """Makes an optimizer the owner of the engine, which refers to it weakly.
 
         A copied optimizer may do so before the copy of its engine has its state, if the engine was copied first.
+
+        Args:
+            optimizer: The optimizer.
+            shared: Whether those that own it now go first, for as long as they live: a shallow copy shares the engine.
         """
-        self._owner = weakref.ref(optimizer)
+        owners = [each for each in self._owners if each() is not None] if shared else []
+        if all(each() is not optimizer for each in owners):
+            owners.append(weakref.ref(optimizer))
+        self._owners = tuple(owners)
 
     def _option_changed(self) -> None:
         self.stages.check_scaling()
@@ -347,7 +354,7 @@ class CurvatureEngine(Config):
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry the model; hooks, scaler, communicator and what is captured stay behind."""
         state = {**self.__dict__, "grad_scaler": None, "communicator": None}
-        state.pop("_owner", None)  # the copy may have one already
+        state.pop("_owners", None)  # the copy may have one already
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -355,7 +355,7 @@ class KFACMixin(_Optimizer):
         with set_aside(state.get("state", {})):
             super().__setstate__(state)
         if "curvature" in self.__dict__:
-            self.curvature.belong_to(self)
+            self.curvature.belong_to(self, shared=True)
 
     def _settings(self) -> dict[str, Any]:
         """The options that are attributes of the object rather than entries of its groups."""

@@ -329,6 +329,23 @@ def test_a_shallow_copy_of_an_engine_leaves_the_original_as_it_is() -> None:
     assert_identical(*(model for model, _ in pairs))
 
 
+@pytest.mark.parametrize("kept", ["original", "copy", "both"])
+def test_a_shallow_copy_of_an_optimizer_shares_its_curvature(kept: str) -> None:
+    """As it shares the state and the groups; whichever of the two goes on does what the original would have done."""
+    (model, optimizer), (model2, optimizer2) = (build(KFACSGD) for _ in range(2))
+    for each, trained in ((model, optimizer), (model2, optimizer2)):
+        train(each, trained, range(3))
+    shallow = copy.copy(optimizer)
+    shallow.load_state_dict(optimizer.state_dict())
+    kept_ones = {"original": [optimizer], "copy": [shallow], "both": [shallow, optimizer]}[kept]
+    del optimizer, shallow
+    assert kept_ones[0].curvature.owner is kept_ones[-1]
+    train(model, kept_ones[0], range(3, 9))
+    train(model2, optimizer2, range(3, 9))
+    assert_identical(model, model2)
+    assert kept_ones[0].curvature.report() == optimizer2.curvature.report()
+
+
 def test_bound_methods_of_an_engine_can_be_pickled() -> None:
     """As what a worker process is to call is; a method is found again by the name of its function."""
     _, optimizer = build(KFACSGD)
