@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from .options import LayerOptions
 from .registry import LayerFactory, factory_of
 
 __all__ = ["FoundLayers", "skip_reason"]
+
+_LISTS = (nn.ParameterList, nn.ParameterDict)
 
 
 def _factory_for(module: nn.Module) -> tuple[LayerFactory | None, str]:
@@ -37,7 +39,7 @@ def _factory_for(module: nn.Module) -> tuple[LayerFactory | None, str]:
             if name in vars(module) and not _is_method_of(cls, _unwrapped(vars(module)[name])):
                 return None, f"{name} was replaced on this {cls.__name__} alone; see register_layer"
         return factory, ""
-    if isinstance(module, nn.ParameterList | nn.ParameterDict):
+    if isinstance(module, _LISTS):
         return None, (
             f"in a {type(module).__name__}: layers are found as submodules alone, put them in an nn.ModuleList; "
             "weights that are used without a layer have no rule"
@@ -87,6 +89,9 @@ class FoundLayers:
         self._names: dict[nn.Parameter, str] = {}  # of all parameters
         self._reasons: dict[nn.Parameter, str] = {}  # why parameters are declined
         self._beside_untrained: set[nn.Parameter] = set()  # biases of layers whose weight the optimizer does not train
+        # A ParameterList only lists parameters: those of layers, perhaps, for an optimizer or a penalty.
+        owners = (module for root in roots for module in root.modules() if not isinstance(module, _LISTS))
+        self._unlisted = {p for module in owners for p in module._parameters.values() if p is not None}
         visited: set[nn.Module] = set()
         for prefix, root in zip(_prefixes(roots), roots, strict=True):
             for name, module in root.named_modules(visited):  # adds each module to those visited
@@ -105,7 +110,9 @@ class FoundLayers:
         """Adds a module's layers, or the reason why it has none; an attention module stands for its parts as well."""
         layers, reason = _layers_of(name, module, self._options)
         recurse = isinstance(module, nn.MultiheadAttention)
-        lent = _lent_by_parts(module) if reason and module._parameters and not recurse else ()
+        lent: Collection[nn.Parameter] = ()
+        if reason and module._parameters and not recurse:
+            lent = self._unlisted if isinstance(module, _LISTS) else _lent_by_parts(module)
         for parameter_name, parameter in module.named_parameters(name, recurse=recurse):
             if parameter in lent and not _skipped(name, self._options):
                 continue

@@ -124,14 +124,15 @@ def test_a_model_is_told_so_where_only_frozen_layers_could_be_preconditioned() -
 
 def test_weights_that_are_kept_apart_from_their_layers_ask_for_the_model() -> None:
     """So do the loss modules of torchrl."""
-    net = nn.Linear(3, 2)
-    kept = nn.ParameterDict(dict(net.named_parameters()))
+    net, kept = nn.Linear(3, 2), nn.Module()
+    for name, parameter in net.named_parameters():
+        kept.register_parameter(name, parameter)
     with pytest.warns(UserWarning, match="pass the model as model="):
         assert not KFACSGD(kept.parameters(), lr=0.1).curvature.layers
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer = KFACSGD(kept.parameters(), lr=0.1, model=net)
-    assert [layer.weight for layer in optimizer.curvature.layers] == [kept["weight"]]
+    assert [layer.weight for layer in optimizer.curvature.layers] == [kept.weight]
     with pytest.warns(UserWarning, match=r"adds a rule$"):
         KFACSGD(kept, lr=0.1)
 

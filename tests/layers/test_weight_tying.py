@@ -199,6 +199,41 @@ def test_a_use_of_the_named_weight_itself_is_told(how: str, text: str) -> None:
     assert text in str(optimizer.curvature)
 
 
+class Listed(nn.Module):
+    """Two layers whose weights are in lists beside them, for a penalty say, and a parameter that only a list has."""
+
+    def __init__(self, *, first: bool) -> None:
+        super().__init__()
+        layers, lone = nn.ModuleList([nn.Linear(4, 3), nn.Linear(3, 2)]), nn.Parameter(torch.ones(2))
+        lists = [nn.ParameterList([layers[0].weight, layers[0].bias, lone]), nn.ParameterDict({"w": layers[1].weight})]
+        for name, part in enumerate([*lists, layers] if first else [layers, *lists]):
+            self.add_module(f"part{name}", part)
+        self.layers, self.lone = [*layers], [lone]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lone[0] * self.layers[1](torch.tanh(self.layers[0](x)))
+
+
+@pytest.mark.parametrize("given", ["model", "parameters"])
+@pytest.mark.parametrize("first", [True, False])
+def test_layers_whose_parameters_are_in_a_list_too_are_covered(first: bool, given: str) -> None:
+    model, plain = Listed(first=first), Listed(first=first)
+    plain.load_state_dict(model.state_dict())
+    listed = nn.ParameterList(model.parameters())  # which is alive meanwhile
+    sources = {"model": model, "parameters": listed.parameters()}
+    part = "part2" if first else "part0"
+    optimizer = KFACSGD(sources[given], lr=0.1, **OFTEN)
+    assert [layer.name for layer in optimizer.curvature.layers] == [f"{part}.0", f"{part}.1"]
+    ((_, reason),) = optimizer.curvature.stages.trained.uncovered.values()
+    assert "in a ParameterList" in reason
+    alone = KFACSGD(nn.ModuleDict({part: nn.ModuleList(plain.layers)}), lr=0.1, **OFTEN)
+    x = torch.randn(6, 4)
+    for each, trained in ((model, optimizer), (plain, alone)):
+        each(x).square().mean().backward()
+        trained.step()
+    assert_same_factors(optimizer, alone)
+
+
 def test_skip_layers_may_name_the_module_around_a_layer() -> None:
     model = nn.Sequential(Named())
     assert not KFACSGD(model, lr=0.1, skip_layers=["^0$"]).curvature.layers
