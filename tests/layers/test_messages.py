@@ -307,6 +307,17 @@ def test_a_model_that_is_traced_after_the_optimizer_was_built_is_an_error() -> N
             optimizer.step()
 
 
+def test_what_was_exported_from_the_model_cannot_be_trained_by_its_optimizer() -> None:
+    model, x = nn.Sequential(nn.Linear(20, 6), nn.Tanh(), nn.Linear(6, 3)), torch.randn(8, 20)
+    exported = torch.export.export(model, (x,)).module()
+    optimizer = KFACSGD(model, lr=0.1)
+    with pytest.raises(RuntimeError, match="torch.export has exported calls no hooks: train the model"):
+        for _ in range(4):
+            optimizer.zero_grad()
+            exported(x).square().mean().backward()
+            optimizer.step()
+
+
 def test_a_pattern_of_skip_layers_that_matches_nothing_is_told() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.MultiheadAttention(6, 2))
     with pytest.warns(UserWarning, match=r"skip_layers: 'hed' matches the name of no layer"):
