@@ -54,7 +54,7 @@ class KnownSpectra:
 
 
 class Snapshot(TypedDict, total=False):
-    """What the state of a layer's weight holds for one :data:`Source`; "current" also has the :data:`LEARNED` numbers.
+    """What the state of a layer's weight holds for one :data:`Source`; "current" also has the ``LEARNED`` numbers.
 
     Attributes:
         A: The running average A.
