@@ -181,7 +181,7 @@ def overview(engine: Staged) -> str:
     stages = engine.stages
     config, at, plan, comm = stages.config, stages.progress.step, stages.plan(), stages.comm
     title, largest = f"Curvature after {_count(at, 'step')}", reach(engine)
-    if stages.blocks:  # else there is nothing to turn or stretch
+    if any(block.layer.weight.requires_grad for block in stages.blocks):  # else there is nothing to turn or stretch
         title += f", trust {plan.trust:.1f}" if plan.learns else ""
         if plan.stretches:
             title += f", reach up to {largest:.2g}" if largest > LEAST_REACH else ", reach at its least"

@@ -168,6 +168,14 @@ def test_the_title_has_no_trust_where_no_layer_could_turn() -> None:
     assert str(optimizer.curvature).splitlines()[0] == "Curvature after 1 step"
 
 
+def test_the_title_has_no_trust_and_no_reach_while_all_layers_are_frozen() -> None:
+    model = make_model().requires_grad_(requires_grad=False)
+    optimizer = KFACAdam(model, lr=0.01)
+    assert str(optimizer.curvature).splitlines()[0] == "Curvature after 0 steps"
+    model.requires_grad_(requires_grad=True)
+    assert str(optimizer.curvature).splitlines()[0].startswith("Curvature after 0 steps, trust 0.0")
+
+
 def test_bytes_as_text() -> None:
     found = [human_bytes(number) for number in (0, 1023, 1024, 1536, 3 * 2**20, 2.5 * 2**30, 2**41)]
     assert found == ["0 B", "1023 B", "1.0 KiB", "1.5 KiB", "3.0 MiB", "2.5 GiB", "2048.0 GiB"]
