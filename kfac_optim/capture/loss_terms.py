@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from torch import Tensor
 __all__ = ["LossAverage", "LossTerms", "main_tensor", "tensors_in"]
 
 LossAverage = Literal["batch", "batch+sequence", "elements"] | int | Callable[[Any, Any], int]
+_MOST_COMPILED = 100  # the most tuples, lists, dicts and dataclasses that compiled models look into
 
 
 @dataclass(frozen=True)
@@ -118,17 +120,20 @@ def main_tensor(output: Any) -> Tensor | None:
 def tensors_in(value: Any) -> list[Tensor]:
     """All tensors in nested tuples, lists, dicts and dataclasses; a list, because older compilers reject generators.
 
-    What is there several times is looked into once: the nodes of a tree may know their parents.
+    What is there several times is looked into once: the nodes of a tree may know their parents. Compilers know no
+    identity of what a graph makes, so that only the first containers are looked into there.
     """
     found: list[Tensor] = []
-    waiting, seen = [value], {}
-    while waiting:
+    waiting, seen, compiled = [value], {}, 0
+    while waiting and compiled < _MOST_COMPILED:
         value = waiting.pop()
         if isinstance(value, Tensor):
             found.append(value)
             continue
         items = _items_of(value)
-        if items and not torch.compiler.is_compiling():  # compilers know no identity of what a graph makes
+        if items and torch.compiler.is_compiling():
+            compiled += 1
+        elif items:
             items = [] if id(value) in seen else items
             seen[id(value)] = value  # kept, or another object might get its number
         waiting += items[::-1]
@@ -139,8 +144,10 @@ def _items_of(value: Any) -> list[Any]:
     if isinstance(value, (tuple, list)):
         return list(value)
     if isinstance(value, dict):
-        # An entry named "values" may hide the method; compilers know no other way to call it.
-        return list(value.values() if torch.compiler.is_compiling() else dict.values(value))
+        if torch.compiler.is_compiling():  # compilers know no other way to call it
+            return list(value.values())
+        # An entry named "values" may hide the method. The order of an OrderedDict may differ from that of its dict.
+        return list(OrderedDict.values(value) if isinstance(value, OrderedDict) else dict.values(value))
     if is_dataclass(value):
         # With slots=True there is no __dict__; what __post_init__() has added is no field.
         of_fields = {field.name: getattr(value, field.name, None) for field in fields(value)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -355,12 +356,33 @@ def test_containers_of_any_kind_are_looked_into(kind: Callable[[Tensor], Any]) -
     assert_step_alike((model, first, losses[0]), (plain, second, losses[1]))
 
 
+@pytest.mark.parametrize("where", ["inputs", "output"])
+def test_trees_of_compiled_models_are_walked_to_an_end(where: str) -> None:
+    """Compilers take a node that is met again for another one."""
+
+    class Taker(Tagger):
+        def forward(self, given: Any) -> Any:
+            output = super().forward(given if isinstance(given, Tensor) else given.values)
+            return Node(output).grow() if where == "output" else output
+
+    model, plain, x = Taker(), Tagger(), torch.randn(4, 3)
+    plain.load_state_dict(model.state_dict())
+    first, second = build(model), build(plain)
+    call = torch.compile(model, backend="eager")
+    output = call(Node(x).grow() if where == "inputs" else x)
+    loss = (output if where == "inputs" else output.values).square().mean()
+    assert_step_alike((model, first, loss), (plain, second, plain(x).square().mean()))
+
+
 def test_tensors_are_found_in_their_order_at_any_depth() -> None:
     tensors = [torch.ones(()) * i for i in range(4)]
     chain: list[Any] = [tensors[2]]
     for _ in range(5000):
         chain = [chain]
     assert tensors_in(({"a": tensors[0], "b": [tensors[1]]}, chain, tensors[3])) == tensors
+    moved = OrderedDict(enumerate(tensors))
+    moved.move_to_end(3, last=False)
+    assert tensors_in(moved) == [tensors[i] for i in (3, 0, 1, 2)]
 
 
 def test_a_scalar_over_tokens_counts_the_examples_of_integer_inputs() -> None:
