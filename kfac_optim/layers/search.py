@@ -189,8 +189,12 @@ def _address(parameter: nn.Parameter) -> int:
 
 
 def _lent_by_parts(module: nn.Module) -> set[nn.Parameter]:
-    """The parameters of a module that are those of a module inside it: ``self.weight = self.linear.weight``."""
-    inside = {p for part in module.modules() if part is not module for p in part._parameters.values() if p is not None}
+    """The parameters of a module that are those of a module inside it: ``self.weight = self.linear.weight``.
+
+    A ParameterList inside it only lists them, and leaves them to the module.
+    """
+    parts = (part for part in module.modules() if part is not module and not isinstance(part, _LISTS))
+    inside = {p for part in parts for p in part._parameters.values() if p is not None}
     return inside.intersection(p for p in module._parameters.values() if p is not None)
 
 

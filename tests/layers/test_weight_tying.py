@@ -234,6 +234,13 @@ def test_layers_whose_parameters_are_in_a_list_too_are_covered(first: bool, give
     assert_same_factors(optimizer, alone)
 
 
+def test_a_module_keeps_its_own_parameter_that_it_also_lists() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.PReLU())
+    model[1].listed = nn.ParameterList([model[1].weight])
+    ((name, reason),) = KFACSGD(model, lr=0.1).curvature.stages.trained.uncovered.values()
+    assert (name, reason) == ("1.weight", "no Kronecker rule for PReLU")
+
+
 def test_skip_layers_may_name_the_module_around_a_layer() -> None:
     model = nn.Sequential(Named())
     assert not KFACSGD(model, lr=0.1, skip_layers=["^0$"]).curvature.layers
