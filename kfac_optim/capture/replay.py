@@ -208,7 +208,7 @@ class Replay:
     def _on_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled() or in_backward():
             return
-        device = next(module.parameters()).device
+        device = next(nn.Module.parameters(module)).device
         self._open.append((args, kwargs, RandomState(device), torch.is_autocast_enabled(device.type)))
 
     def _on_return(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from torch import Tensor, nn
 
@@ -98,9 +98,12 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
-def parameters_in(module: nn.Module) -> Iterator[nn.Parameter]:
-    """All parameters of a module; its own ``parameters()`` may leave some out, or return groups for the optimizer."""
-    return nn.Module.parameters(module)
+def parameters_in(module: nn.Module) -> Collection[nn.Parameter]:
+    """All parameters of a module, even if its own ``parameters()`` or ``named_parameters()`` leave some out.
+
+    Some models return groups for the optimizer from ``parameters()``.
+    """
+    return dict.fromkeys(p for part in module.modules() for p in part._parameters.values() if p is not None)
 
 
 def owners_of(parameters: Iterable[Tensor], known: Iterable[nn.Module] = ()) -> list[nn.Module]:

@@ -124,7 +124,7 @@ class FoundLayers:
         for layer in layers:
             self._add(layer)
             if not self._options.trains(layer.weight):
-                self._beside_untrained.update(module.parameters())
+                self._beside_untrained.update(nn.Module.parameters(module))
         for layer in layers:
             if reason := _skipped(layer.name, self._options):
                 self._reasons.update(dict.fromkeys(layer.parameters, reason))

@@ -470,6 +470,31 @@ def test_a_model_may_return_groups_as_its_parameters(source: str) -> None:
     assert [layer.name for layer in CurvatureEngine(grouped).layers] == ["0", "2"]
 
 
+def test_a_layer_may_return_groups_as_its_parameters() -> None:
+    class GroupedLinear(nn.Linear):
+        parameters: Any = Grouped.parameters
+
+    model = nn.Sequential(GroupedLinear(4, 6), nn.Linear(6, 3))
+    optimizer = KFACSGD([model[0].bias, *model[1].parameters()], lr=0.1, model=model)
+    assert [layer.name for layer in optimizer.curvature.layers] == ["1"]
+    ((_, reason),) = optimizer.curvature.stages.trained.uncovered.values()
+    assert reason == "the weight of its layer is not among the optimizer's parameters"
+
+
+@pytest.mark.parametrize("given", ["parameters", "compiled"])
+def test_a_model_may_leave_out_parameters_where_it_names_them(given: str) -> None:
+    class Unbiased(nn.Sequential):
+        def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+            return ((name, p) for name, p in super().named_parameters(*args, **kwargs) if "bias" not in name)
+
+    model, twin = Unbiased(*make_model()), make_model()
+    call = torch.compile(model, backend="eager") if given == "compiled" else model
+    every = [p for part in model for p in part.parameters()]
+    train(call, KFACSGD(call if given == "compiled" else every, lr=0.1, **SETTINGS), range(STEPS))
+    train(twin, KFACSGD(twin, lr=0.1, **SETTINGS), range(STEPS))
+    assert_close(twin, nn.Sequential(*model), TOL)
+
+
 def test_parameters_of_two_models() -> None:
     """One optimizer over two networks: each of them is found, and is trained as both of them are in one module."""
     first, second, both = make_model(), make_model(), nn.ModuleList([make_model(), make_model()])
