@@ -144,9 +144,10 @@ def _items_of(value: Any) -> list[Any]:
     if isinstance(value, (tuple, list)):
         return list(value)
     if isinstance(value, dict):
-        if torch.compiler.is_compiling():  # compilers know no other way to call it
-            return list(value.values())
-        # An entry named "values" may hide the method. The order of an OrderedDict may differ from that of its dict.
+        # An entry named "values" may hide the method of that name, and compilers cannot call it as that of the class.
+        # The order of an OrderedDict may differ from that of its dict.
+        if torch.compiler.is_compiling():
+            return [item for _, item in value.items()]
         return list(OrderedDict.values(value) if isinstance(value, OrderedDict) else dict.values(value))
     if is_dataclass(value):
         # With slots=True there is no __dict__; what __post_init__() has added is no field.
