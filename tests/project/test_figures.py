@@ -171,6 +171,16 @@ def test_counts_of_scripts_that_nobody_had_looked_at_are_added_up() -> None:
     assert f"{behind} of {points}; ahead at {ahead} " in " ".join(RESULTS.read_text(encoding="utf-8").split())
 
 
+def test_counts_of_scripts_that_were_run_with_the_rule_of_today_are_added_up() -> None:
+    files = [json.loads((FILES / f"fresh-{number}.json").read_text(encoding="utf-8")) for number in (9, 10, 11)]
+    runs = [run for file in files for run in file["runs"]]
+    points = [point for run in runs for point in zip(run["base"], run["swap"], strict=True)]
+    behind, ahead = (sum(sign * (s - b) > 0.02 * abs(b) for b, s in points) for sign in (1, -1))
+    scripts = len({run["name"] for run in runs})
+    shown = f"({scripts} of them with the rule of today: {behind} of {len(points)}; ahead at {ahead})"
+    assert shown in " ".join(RESULTS.read_text(encoding="utf-8").split())
+
+
 # By row of the table of docs/results/peers: the optimizer's name in the files.
 TUNED = {
     "SGD": "SGD",
