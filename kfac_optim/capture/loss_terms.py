@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
@@ -144,11 +143,7 @@ def _items_of(value: Any) -> list[Any]:
     if isinstance(value, (tuple, list)):
         return list(value)
     if isinstance(value, dict):
-        # An entry named "values" may hide the method of that name, and compilers cannot call it as that of the class.
-        # The order of an OrderedDict may differ from that of its dict.
-        if torch.compiler.is_compiling():
-            return [item for _, item in value.items()]
-        return list(OrderedDict.values(value) if isinstance(value, OrderedDict) else dict.values(value))
+        return [value[key] for key in value]  # an entry named "values" or "items" may hide the method of that name
     if is_dataclass(value):
         # With slots=True there is no __dict__; what __post_init__() has added is no field.
         of_fields = {field.name: getattr(value, field.name, None) for field in fields(value)}
