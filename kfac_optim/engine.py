@@ -3,7 +3,7 @@
 What a step does, in order::
 
     learn trust and reach from what the new gradients say about the last step
-    fold the captured moments into the running averages          (statistics steps; drop non-finite micro-batches)
+    fold the captured statistics into the running averages       (statistics steps; drop non-finite micro-batches)
     if due: pool the factors of all ranks, decompose them on their inverse workers (eqs. 11-13 or 8-10), exchange
     precondition on the gradient workers; exchange
     scale (kl_clip, unit, orthogonal, graft)
@@ -217,27 +217,27 @@ class CurvatureEngine(Config):
 
     def directions(
         self,
-        vectors: Mapping[nn.Parameter, Tensor],
+        moments: Mapping[nn.Parameter, Tensor],
         lr: Scalar | Mapping[nn.Parameter, Scalar],
-        updates: Mapping[nn.Parameter, Tensor] | None = None,
+        other_updates: Mapping[nn.Parameter, Tensor] | None = None,
         *,
         keeps_zeros: bool = False,
     ) -> Directions:
-        """The second half of a step: the preconditioned and scaled vectors.
+        """The second half of a step: the moments, preconditioned and scaled.
 
         Args:
-            vectors: What to precondition (gradients or first moments), by parameter.
+            moments: What to precondition (first moments or gradients), by parameter.
             lr: The current learning rate, for the scaling; by parameter if there are several.
-            updates: What the base optimizer would make of the vectors, per unit of the learning rate; where it is left
-                out: the vectors themselves.
-            keeps_zeros: Whether directions are zero wherever the vectors are.
+            other_updates: What the base optimizer makes of the moments, per unit of the learning rate, where that is
+                not the moments themselves.
+            keeps_zeros: Whether directions are zero wherever the moments are.
 
         Returns:
-            Directions of the layers that have a decomposition and a vector.
+            Directions of the layers that have a decomposition and a moment.
         """
         stages = self.stages
-        given = StepVectors(vectors, updates or {}, lr)
-        return stages.preconditioner.directions(stages.blocks, given, stages.progress.step, keeps_zeros=keeps_zeros)
+        vectors = StepVectors(moments, other_updates or {}, lr)
+        return stages.preconditioner.directions(stages.blocks, vectors, stages.progress.step, keeps_zeros=keeps_zeros)
 
     def skip_directions(self) -> None:
         """Takes the place of :meth:`directions` in a step that is not turned (a collective).

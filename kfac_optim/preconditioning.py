@@ -1,4 +1,4 @@
-"""The second half of a step: decompositions are applied to gradients or first moments, and the results scaled."""
+"""The second half of a step: decompositions are applied to first moments or gradients, and the results scaled."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ __all__ = ["Preconditioner"]
 
 
 class Preconditioner:
-    """Preconditions and scales vectors.
+    """Preconditions and scales moments.
 
     Args:
-        config: The options. Vectors are preconditioned in the dtype of decompositions, but in float32 at least.
+        config: The options. Moments are preconditioned in the dtype of decompositions, but in float32 at least.
         stopwatch: Where the time is noted.
         ranks: Those that exchange directions.
     """
@@ -50,17 +50,17 @@ class Preconditioner:
         self._stack_key: Any = None  # versions of the decompositions that the stacks hold, and the kind of damping
 
     def directions(self, blocks: Sequence[Block], vectors: StepVectors, step: int, *, keeps_zeros: bool) -> Directions:
-        """The preconditioned and scaled vectors (a collective).
+        """The moments, preconditioned and scaled (a collective).
 
         Args:
             blocks: All there are.
-            vectors: What to precondition.
+            vectors: The moments, with the updates and the learning rate.
             step: The step, of which damping and scaling may be functions.
-            keeps_zeros: Whether the directions are zero wherever the vectors are: the base optimizer leaves these
+            keeps_zeros: Whether the directions are zero wherever the moments are: the base optimizer leaves these
                 weights alone, perhaps because the user masks their gradients.
 
         Returns:
-            Directions of the layers that have a decomposition and a vector.
+            Directions of the layers that have a decomposition and a moment.
         """
         damping, scaling, comm = self.config.damping_rule, self.config.scaling, self.ranks.comm
         ready = [block for block in blocks if block.has_direction]
@@ -68,8 +68,8 @@ class Preconditioner:
         exchanged = exchanged_blocks(ready, scaling, comm)
         with self.stopwatch.communication("gradient", comm.world_size) if exchanged else nullcontext():
             vectors, exchange = gathered_vectors(ready, exchanged, vectors, comm)
-        given = vectors.given
-        stacks = [part for stack in self._current_stacks(ready) for part in stack.with_vectors(given, damping)]
+        moments = vectors.moments
+        stacks = [part for stack in self._current_stacks(ready) for part in stack.with_moments(moments, damping)]
         self._of_stacks.select(stacks, value)
         # Where the scaling ignores a factor per pair, gamma P m serves as well as P m, and costs less. Directions that
         # are sent to other ranks have to be P m itself, which the receivers take them for.
@@ -83,10 +83,10 @@ class Preconditioner:
                 self._send_directions(ready, exchanged, stacks, found.directions.tensors)
         with self.stopwatch.stage("scaling"), without_autocast(device):
             if keeps_zeros:
-                found.directions.keep_zeros_(found.given)
+                found.directions.keep_zeros_(found.moments)
             _note_cosines(stacks, found)
             found = scaled_by(scaling, found, step)
-        return Directions([stack.layout for stack in stacks], found, given, self.dtype, exchange)
+        return Directions([stack.layout for stack in stacks], found, moments.keys(), self.dtype, exchange)
 
     def send_zeros(self, blocks: Sequence[Block]) -> None:
         """Takes part in the exchange of directions where this rank has none to send (a collective)."""

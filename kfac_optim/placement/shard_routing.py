@@ -40,22 +40,22 @@ def gathered_vectors(
     ready: Sequence[Block], exchanged: Collection[Block], vectors: StepVectors, comm: Communicator
 ) -> tuple[StepVectors, ShardExchange | None]:
     """The whole vectors that this rank works on, and the exchange that sends directions back, if any (a collective)."""
-    given = vectors.given
-    if not exchanged and not any_sharded(given):
+    moments = vectors.moments
+    if not exchanged and not any_sharded(moments):
         return vectors, None
-    present = [block for block in ready if block.layer.weight in given]
+    present = [block for block in ready if block.layer.weight in moments]
     sent = [block for block in present if block in exchanged]
-    moving = {p: b.layer.is_shard for b in present if b not in exchanged for p in b.layer.parameters if p in given}
+    moving = {p: b.layer.is_shard for b in present if b not in exchanged for p in b.layer.parameters if p in moments}
     others = [p for p in moving if p in vectors.other_updates]
-    parts = [(p, given[p]) for p in moving] + [(p, vectors.other_updates[p]) for p in others]
+    parts = [(p, moments[p]) for p in moving] + [(p, vectors.other_updates[p]) for p in others]
     found = iter(all_gathered([own_part(part) if moving[p] else part for p, part in parts]))
     whole = {p: next(found) for p in moving}
     other_updates = {p: next(found) for p in others}
     if not sent:
         return StepVectors(whole, other_updates, vectors.lr), None
-    places = {p: b.workers.gradient_workers for b in sent for p in b.layer.parameters if p in given}
+    places = {p: b.workers.gradient_workers for b in sent for p in b.layer.parameters if p in moments}
     exchange = ShardExchange(places, comm)
-    own = exchange.gather(given)
+    own = exchange.gather(moments)
     if not vectors.are_alike(places):
         other_updates.update(exchange.gather(vectors.updates))
     return StepVectors({**whole, **own}, other_updates, vectors.lr), exchange

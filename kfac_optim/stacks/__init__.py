@@ -8,8 +8,8 @@ Where to look::
     pairs.py            norms and inner products of Kronecker pairs, and which are scaled together
     matrices.py         the matrices of all stacks and their algebra, in two forms: for CPUs and for accelerators
     stacked.py          the directions of a step, with all that a scaling knows about the layers
-    preconditioner.py   applies the decompositions of all stacks to the vectors of a step
-    directions.py       the vectors of a step, and its directions by parameter
+    preconditioner.py   applies the decompositions of all stacks to the moments of a step
+    directions.py       what a step preconditions, and its directions by parameter
 """
 
 from .directions import Directions, Maker, StepVectors, by_parameter

@@ -1,4 +1,4 @@
-"""The vectors that a step preconditions, and the directions: matrices by shape of layer, and each parameter's part."""
+"""What a step preconditions, and its directions: matrices by shape of layer, and each parameter's part."""
 
 from __future__ import annotations
 
@@ -24,46 +24,46 @@ Maker = Callable[[Matrices | None], Matrices]
 
 @dataclass(frozen=True)
 class StepVectors:
-    """The vectors that a step preconditions, by parameter.
+    """What a step preconditions, by parameter.
 
     Attributes:
-        given: Gradients or first moments.
+        moments: First moments or gradients.
         other_updates: The base optimizer's own updates from them, per unit of the learning rate, where these are not
-            the given vectors themselves.
+            the moments themselves.
         lr: The learning rate, for the scaling; a mapping by parameter if there are several.
     """
 
-    given: Mapping[nn.Parameter, Tensor]
+    moments: Mapping[nn.Parameter, Tensor]
     other_updates: Mapping[nn.Parameter, Tensor]
     lr: Scalar | Mapping[nn.Parameter, Scalar]
 
     @cached_property
     def updates(self) -> Mapping[nn.Parameter, Tensor]:
         """The base optimizer's updates of all parameters."""
-        return {**self.given, **self.other_updates}
+        return {**self.moments, **self.other_updates}
 
     def are_alike(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Whether the updates of these parameters are the given vectors themselves."""
+        """Whether the updates of these parameters are the moments themselves."""
         return not self.other_updates or self.other_updates.keys().isdisjoint(parameters)
 
 
 @dataclass(frozen=True)
 class Directions:
-    """The preconditioned and scaled vectors of a step, for the layers that have a decomposition and a vector.
+    """The moments of a step, preconditioned and scaled, for the layers that have a decomposition and a moment.
 
     Layers whose shards have been sent to other ranks are left out.
 
     Attributes:
         layouts: For each stack of layers of one shape, where the parameters lie in its matrices.
         scaled: The scaled directions, with all that a scaling knows about the layers.
-        given: What was preconditioned, by parameter; the layers' other parameters take no part in the step.
+        parameters: Those that have a moment; the layers' other parameters take no part in the step.
         dtype: The dtype of all matrices.
         exchange: Sends back the directions of layers whose shards went to only some ranks; None: there are none.
     """
 
     layouts: Sequence[Layout]
     scaled: Stacked
-    given: Mapping[nn.Parameter, Tensor]
+    parameters: Collection[nn.Parameter]
     dtype: torch.dtype
     exchange: ShardExchange | None = None
 
@@ -95,7 +95,7 @@ class Directions:
         """
         whole: dict[nn.Parameter, Tensor] = {}
         for layout, of_stack in zip(self.layouts, matrices.tensors, strict=True):
-            _assemble(whole, layout.read(of_stack, self.given), elsewhere)
+            _assemble(whole, layout.read(of_stack, self.parameters), elsewhere)
         if not self._has_shards:
             return whole
         back = {} if self.exchange is None else self.exchange.scatter(whole, self.dtype)
@@ -117,7 +117,7 @@ class Directions:
         viewable = sum(layout.viewable_numel for layout in self.layouts)
         copies = 2 * viewable < sum(math.prod(layout.shape) for layout in self.layouts)
         for layout, *wholes in zip(self.layouts, *made, strict=True):
-            several = layout.read_several(wholes, self.given, copies=copies)
+            several = layout.read_several(wholes, self.parameters, copies=copies)
             for result, parts in zip(found, several, strict=True):
                 _assemble(result, parts)
         return dict(zip(makers, found, strict=True))
@@ -136,17 +136,17 @@ def _assemble(
         result[p][index] = part
 
 
-def by_parameter(directions: Directions, vectors: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
-    """The direction of each parameter, laid out as its vector; slices that no layer covers keep their vector.
+def by_parameter(directions: Directions, moments: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+    """The direction of each parameter, laid out as its moment; slices that no layer covers keep their moment.
 
     A collective, like :meth:`Directions.laid_out`.
     """
-    found = directions.laid_out(directions.scaled.directions, vectors)
-    return {p: _laid_out_as(vectors[p], direction) for p, direction in found.items()}
+    found = directions.laid_out(directions.scaled.directions, moments)
+    return {p: _laid_out_as(moments[p], direction) for p, direction in found.items()}
 
 
-def _laid_out_as(vector: Tensor, direction: Tensor) -> Tensor:
-    """A direction in the dtype and memory layout of its vector, as fused kernels expect."""
-    if (direction.dtype, direction.stride()) == (vector.dtype, vector.stride()):
+def _laid_out_as(moment: Tensor, direction: Tensor) -> Tensor:
+    """A direction in the dtype and memory layout of its moment, as fused kernels expect."""
+    if (direction.dtype, direction.stride()) == (moment.dtype, moment.stride()):
         return direction
-    return torch.empty_like(vector).copy_(direction)
+    return torch.empty_like(moment).copy_(direction)

@@ -92,14 +92,14 @@ class Matrices:
         of_norm_layers = [torch.linalg.vector_norm(m).view(1) for m, groups, _ in of_stacks if groups is not None]
         return torch.linalg.vector_norm(_joined(of_pairs + of_norm_layers))
 
-    def keep_zeros_(self, vectors: Matrices) -> None:
-        """Sets entries to zero, in place, where ``vectors`` have zeros."""
-        for matrix, vector in zip(self.parts, vectors.parts, strict=True):
+    def keep_zeros_(self, moments: Matrices) -> None:
+        """Sets entries to zero, in place, where ``moments`` have zeros."""
+        for matrix, moment in zip(self.parts, moments.parts, strict=True):
             if is_asynchronous(matrix.device):
-                matrix.masked_fill_(vector == 0, 0.0)
-            elif float(vector.abs().amin()) == 0:  # most vectors have no zeros
+                matrix.masked_fill_(moment == 0, 0.0)
+            elif float(moment.abs().amin()) == 0:  # most have no zeros
                 # ``ne`` writes numbers, not bools, because torch's loops over bools take several times as long.
-                matrix.mul_(torch.ne(vector, 0, out=torch.empty_like(vector)))
+                matrix.mul_(torch.ne(moment, 0, out=torch.empty_like(moment)))
 
     def _multipliers(self, by: Tensor) -> list[Tensor]:
         """The multipliers ``[pairs]`` of pairs, as ``scaled`` is multiplied by them."""

@@ -1,4 +1,4 @@
-"""Applies decompositions to the vectors of a step (eqs. 8 and 11-13), to equal shapes at once.
+"""Applies decompositions to the moments of a step (eqs. 8 and 11-13), to equal shapes at once.
 
 Where launches count, the eigen solver preconditions all stacks together (``JointEigen``); their matrices then lie side
 by side.
@@ -33,7 +33,7 @@ class StackPreconditioner:
 
     Args:
         solver: Made the decompositions, and applies them.
-        dtype: The dtype of the vectors.
+        dtype: The dtype of the matrices.
     """
 
     def __init__(self, solver: Solver, dtype: torch.dtype) -> None:
@@ -72,8 +72,8 @@ class StackPreconditioner:
         """The directions of the stacks, not yet scaled.
 
         Args:
-            stacks: Those that have a vector.
-            vectors: What to precondition.
+            stacks: Those that have a moment.
+            vectors: The moments, with the updates and the learning rate.
             value: gamma, in units of the damping.
             contrast: See :class:`~kfac_optim.stacks.stacked.Steepest`; None: damping is not relative to the largest
                 eigenvalue.
@@ -81,24 +81,24 @@ class StackPreconditioner:
         """
         decomposed = [stack.applied for stack in stacks]
         joint = self._joint_of(stacks, decomposed)
-        given = self._filled(stacks, vectors.given)
+        moments = self._filled(stacks, vectors.moments)
         gammas: list[Tensor] = []  # none if directions are gamma times as long
         if stacks and (joint is None or not any_length):
             gammas = list(torch._foreach_mul([stack.damping_unit for stack in stacks], value))
         of_dtype = [gamma.to(self.dtype) for gamma in gammas]
         if joint is None:
             specs = [stack.specs for stack in stacks]
-            of_stacks = zip(given.tensors, decomposed, specs, of_dtype, strict=True)
-            directions = Matrices([precondition(self.solver, *of_stack) for of_stack in of_stacks], given.groups)
+            of_stacks = zip(moments.tensors, decomposed, specs, of_dtype, strict=True)
+            directions = Matrices([precondition(self.solver, *of_stack) for of_stack in of_stacks], moments.groups)
         else:
-            directions = given.empty()
-            joint.precondition(given.tensors, value, directions.tensors)
+            directions = moments.empty()
+            joint.precondition(moments.tensors, value, directions.tensors)
             if gammas:
                 directions.times(torch.cat(of_dtype).reciprocal(), out=directions)
         alike = all(vectors.are_alike(stack.layout.parameters) for stack in stacks)
-        updates = given if alike else self._filled(stacks, vectors.updates)
+        updates = moments if alike else self._filled(stacks, vectors.updates)
         steepest = None if contrast is None else Steepest(self._largest(stacks, gammas, contrast), contrast)
-        return Stacked(directions, given, updates, [self._rate(stack, vectors) for stack in stacks], steepest)
+        return Stacked(directions, moments, updates, [self._rate(stack, vectors) for stack in stacks], steepest)
 
     def _filled(self, stacks: Sequence[Stack], vectors: Mapping[nn.Parameter, Tensor]) -> Matrices:
         """The matrices of vectors by parameter, side by side if the stacks are preconditioned together."""
@@ -149,11 +149,11 @@ class StackPreconditioner:
 
     def _rate(self, stack: Stack, vectors: StepVectors) -> Scalar:
         """The learning rate of a stack; where weights and biases have different ones a tensor of the stack's shape."""
-        lr, given = vectors.lr, vectors.given
+        lr, moments = vectors.lr, vectors.moments
         if not isinstance(lr, Mapping):
             return lr
-        moved = [p for block in stack.blocks for p in block.layer.parameters if p in given]
+        moved = [p for block in stack.blocks for p in block.layer.parameters if p in moments]
         rate = common_rate([lr[p] for p in moved])
         if rate is None:
-            return stack.layout.fill({p: torch.ones_like(given[p]) * lr[p] for p in moved}, self.dtype)
+            return stack.layout.fill({p: torch.ones_like(moments[p]) * lr[p] for p in moved}, self.dtype)
         return rate

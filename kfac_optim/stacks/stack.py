@@ -1,4 +1,4 @@
-"""Stacks: layers of one shape that are preconditioned as one, with their decompositions and vectors side by side."""
+"""Stacks: layers of one shape that are preconditioned as one, with their decompositions side by side."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Stack:
         groups: Which pairs are scaled together; None: each is scaled on its own.
         relevant: A damping, and the parts of the decompositions that matter at it; None: not computed.
         layout: Where the parameters lie in the stack's matrices.
-        singles: Stacks of a single block, for steps in which other layers of the stack have no vector.
+        singles: Stacks of a single block, for steps in which other layers of the stack have no moment.
     """
 
     blocks: list[Block]
@@ -71,13 +71,13 @@ class Stack:
         """The decompositions, or the relevant parts of them if these are known."""
         return self.decomposed if self.relevant is None else self.relevant[1]
 
-    def with_vectors(self, vectors: Mapping[nn.Parameter, Tensor], damping: Damping) -> list[Stack]:
-        """The stack if all of its layers have a vector in this step, else a stack for each layer that has one.
+    def with_moments(self, moments: Mapping[nn.Parameter, Tensor], damping: Damping) -> list[Stack]:
+        """The stack if all of its layers have a moment in this step, else a stack for each layer that has one.
 
-        Those are kept, because a layer without a vector seldom has one in the next step. Their decompositions are views
+        Those are kept, because a layer without a moment seldom has one in the next step. Their decompositions are views
         of this stack's.
         """
-        present = [block for block in self.blocks if block.layer.weight in vectors]
+        present = [block for block in self.blocks if block.layer.weight in moments]
         if len(present) == len(self.blocks):
             return [self]
         new = [block for block in present if block not in self.singles]

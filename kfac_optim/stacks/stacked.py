@@ -39,7 +39,7 @@ class Direction:
 
     Attributes:
         direction: The preconditioned matrices, ``[p, d_out, d_in]`` (bias as the last column).
-        gradient: The matrices that were preconditioned (gradients or first moments), of the same shape.
+        gradient: The matrices m that were preconditioned (first moments or gradients), of the same shape.
         update: The base optimizer's own update from them, per unit of the learning rate, of the same shape.
         lr: The learning rate: a number, or a tensor that broadcasts to that shape if weights and biases have different
             rates.
@@ -67,9 +67,9 @@ class Stacked(Sequence[Direction]):
 
     Args:
         directions: The preconditioned matrices ``P m``.
-        given: The matrices m that were preconditioned (gradients or first moments).
+        moments: The matrices m that were preconditioned (first moments or gradients).
         updates: The base optimizer's own updates u from them, per unit of the learning rate; the same object as
-            ``given`` if each update is what was preconditioned.
+            ``moments`` if each update is what was preconditioned.
         lr: The learning rate of each stack; see :class:`Direction`.
         steepest: Relates the directions to their unscaled form; None if damping is not relative to the largest
             eigenvalue.
@@ -78,12 +78,12 @@ class Stacked(Sequence[Direction]):
     def __init__(
         self,
         directions: Matrices,
-        given: Matrices,
+        moments: Matrices,
         updates: Matrices,
         lr: Sequence[Tensor | float],
         steepest: Steepest | None,
     ) -> None:
-        self.directions, self.given, self.updates = directions, given, updates
+        self.directions, self.moments, self.updates = directions, moments, updates
         self.lr, self.steepest = lr, steepest
 
     @classmethod
@@ -101,11 +101,11 @@ class Stacked(Sequence[Direction]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
-        k, m, u = (of.tensors[index] for of in (self.directions, self.given, self.updates))
+        k, m, u = (of.tensors[index] for of in (self.directions, self.moments, self.updates))
         return Direction(k, m, u, self.lr[index], self.directions.groups[index])
 
     def replaced(self, directions: Matrices, steepest: Steepest | None) -> Stacked:
-        """Others with the same given matrices and updates, and with what is known of these."""
+        """The same moments and updates with other directions, and with what relates these to their unscaled form."""
         found = copy(self)
         found.directions, found.steepest = directions, steepest
         return found
@@ -125,8 +125,8 @@ class Stacked(Sequence[Direction]):
     @cached_property
     def projections(self) -> Tensor:
         """The coefficient ``c = <u, m> / <m, m>`` of the base's update u projected on m, at least 0, ``[pairs]``."""
-        lengths = self.given.norms()
-        return ratio(self.updates.inners(self.given), lengths * lengths).clamp_min(0)
+        lengths = self.moments.norms()
+        return ratio(self.updates.inners(self.moments), lengths * lengths).clamp_min(0)
 
     @property
     def update_length(self) -> Tensor:

@@ -55,6 +55,6 @@ def grafted(stacked: Stacked, graft: float) -> Stacked:
     if graft == 1 or steepest is None:
         return stacked
     lengths = steepest.multipliers / steepest.contrast  # |gamma P m| / |u|
-    if stacked.updates is not stacked.given:  # otherwise u = m, and c is 1
+    if stacked.updates is not stacked.moments:  # otherwise u = m, and c is 1
         lengths = lengths * stacked.projections
     return stacked.times(lengths ** (1 - graft))

@@ -145,9 +145,9 @@ def stretches(stacked: Stacked, out: Matrices | None = None) -> Matrices:
     """
     assert stacked.steepest is not None
     multipliers = stacked.steepest.multipliers  # which turn the directions into (L + gamma) P m
-    if stacked.updates is stacked.given:  # c is 1
+    if stacked.updates is stacked.moments:  # c is 1
         found = stacked.directions.times(multipliers, out)
-        return found.minus(stacked.given, out=found)
+        return found.minus(stacked.moments, out=found)
     c = stacked.projections
     found = stacked.directions.times(multipliers * c, out)
-    return found.minus_multiples_(stacked.given, c)
+    return found.minus_multiples_(stacked.moments, c)

@@ -575,7 +575,7 @@ def test_a_layer_whose_weight_and_bias_have_other_momenta(
     assert len(noted) > 1
     for updates, found in noted:
         for layout, direction in zip(found.layouts, found.scaled, strict=True):
-            for p, index, part in layout.read(direction.update, found.given):
+            for p, index, part in layout.read(direction.update, found.parameters):
                 torch.testing.assert_close(part, updates[p][index].to(part.dtype), rtol=0, atol=0)
 
 
