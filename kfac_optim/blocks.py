@@ -52,7 +52,7 @@ class Block:
             the first refresh.
         has_direction: Whether some rank has decompositions: the layer is preconditioned.
         version: Counts the changes of its decompositions, so that what was computed from them can be invalidated.
-        cosine: The cosine between gradient and direction in the first step that used the decompositions, 0-dim.
+        cosine: The cosine between moment and direction in the first step that used the decompositions, 0-dim.
         rows: The number of rows that all ranks saw in the last step with statistics; 0 if none has come since loading.
         unseen: The number of statistics steps in a row in which the weight had a gradient, but this rank did not see
             the layer.
@@ -224,7 +224,7 @@ class Block:
         self.version += 1
 
     def note_cosine(self, cosine: Tensor) -> None:
-        """Keeps the cosine between gradient and direction of the first step that uses the decompositions."""
+        """Keeps the cosine between moment and direction of the first step that uses the decompositions."""
         if self.cosine is None:
             self.cosine = cosine
 

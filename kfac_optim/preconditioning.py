@@ -144,9 +144,9 @@ class Preconditioner:
 
 
 def _note_cosines(stacks: Sequence[Stack], found: Stacked) -> None:
-    """Notes the cosine between gradient and direction for layers that use new decompositions."""
+    """Notes the cosine between moment and direction for layers that use new decompositions."""
     for stack, d in zip(stacks, found, strict=True):
         if any(block.cosine is None for block in stack.blocks):
             groups = Groups.of(stack.pair_counts, stack.layout.device)
-            for block, value in zip(stack.blocks, cosines(d.gradient, d.direction, groups).unbind(), strict=True):
+            for block, value in zip(stack.blocks, cosines(d.moment, d.direction, groups).unbind(), strict=True):
                 block.note_cosine(value)

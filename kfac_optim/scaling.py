@@ -107,9 +107,9 @@ def _checked(scaling: Scaling, multipliers: object, matrices: Sequence[Tensor]) 
 class KLClip:
     """Bounds the KL divergence of a step (eq. 16): one multiplier nu for all layers, at most 1.
 
-    With the learning rate, direction and gradient of each layer::
+    With the learning rate, direction and moment (eq. 16: the gradient) of each layer::
 
-        nu = min(1, sqrt(kappa / sum_layers lr^2 |<direction, gradient>|))
+        nu = min(1, sqrt(kappa / sum_layers lr^2 |<direction, moment>|))
 
     Args:
         kappa: Bound on the second-order estimate of the KL divergence, > 0; a number or a function of the step. Default
@@ -132,7 +132,7 @@ class KLClip:
         kappa = value_at(self.kappa, step)
         require_number(f"kappa at step {step}", kappa, "> 0 and finite", is_positive, owner="KLClip")
         # The absolute value may be taken of a stack's sum: <P m, m> >= 0 for each of its layers, up to rounding.
-        products = [(d.direction * d.gradient * (d.lr * d.lr)).sum().abs() for d in directions]
+        products = [(d.direction * d.moment * (d.lr * d.lr)).sum().abs() for d in directions]
         total = torch.stack([product.to(products[0]) for product in products]).sum()
         nu = torch.where(total > 0, kappa / total, 1.0).sqrt().clamp(max=1.0)
         return [nu.to(d.direction) for d in directions]

@@ -97,8 +97,8 @@ def report(engine: Staged, *, eigenvalues: bool = False) -> dict[str, Any]:
           - ``damping``: gamma of the coming step, the mean over the layer's pairs.
           - ``condition``: the condition number of ``A (x) G + gamma I``, from these extremes; None where a factor
             is on another rank.
-          - ``cosine``: between gradient and direction in the first step after the last refresh; None where the
-            gradient's shards went to another rank.
+          - ``cosine``: between the direction and what was preconditioned, a first moment or gradient, in the first
+            step after the last refresh; None where its shards went to another rank.
           - ``reach``: the share of the stretch that a step gets, 0.0003 to 3; 0 where steps are not stretched
             (:mod:`~.reach`).
     """

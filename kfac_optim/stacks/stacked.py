@@ -39,7 +39,7 @@ class Direction:
 
     Attributes:
         direction: The preconditioned matrices, ``[p, d_out, d_in]`` (bias as the last column).
-        gradient: The matrices m that were preconditioned (first moments or gradients), of the same shape.
+        moment: The matrices m that were preconditioned (first moments or gradients), of the same shape.
         update: The base optimizer's own update from them, per unit of the learning rate, of the same shape.
         lr: The learning rate: a number, or a tensor that broadcasts to that shape if weights and biases have different
             rates.
@@ -48,7 +48,7 @@ class Direction:
     """
 
     direction: Tensor
-    gradient: Tensor
+    moment: Tensor
     update: Tensor
     lr: Tensor | float
     groups: Groups | None = None
@@ -92,7 +92,7 @@ class Stacked(Sequence[Direction]):
         if isinstance(each, Stacked):
             return each
         groups = [d.groups for d in each]
-        k, m, u = (Matrices([getattr(d, name) for d in each], groups) for name in ("direction", "gradient", "update"))
+        k, m, u = (Matrices([getattr(d, name) for d in each], groups) for name in ("direction", "moment", "update"))
         return cls(k, m, u, [d.lr for d in each], None)
 
     def __len__(self) -> int:
