@@ -92,7 +92,7 @@ def _turn_and_stretch(
         return
     scaled, trust = grafted(directions.scaled, plan.graft), plan.trust
     updates = {**moments, **other_updates}
-    length = update_length(covered, list(updates.values()), directions.update_length(updates))
+    length = update_length(covered, list(updates.values()), directions.norm_of_updates(updates))
     brake = plan.brake.of(length)
     makers: dict[str, Maker] = {records.TURN: lambda out: turns(scaled, out)}
     takes_whole_turn = trust == 1 and brake is None  # then turn and change are the same vectors

@@ -72,15 +72,15 @@ class Directions:
         """Whether some parameters are laid out over several ranks."""
         return self.exchange is not None or any_sharded(p for layout in self.layouts for p in layout.parameters)
 
-    def update_length(self, updates: Collection[nn.Parameter]) -> Tensor | None:
-        """The norm of all the base optimizer's updates together, 0-dim, if these layers have all of them.
+    def norm_of_updates(self, updates: Collection[nn.Parameter]) -> Tensor | None:
+        """The norm of the base optimizer's updates of these parameters together, 0-dim.
 
-        None if other parameters have updates as well, or ranks hold different ones: then the caller has to add up.
+        None if some of them belong to no layer here, or ranks hold different ones: then the caller has to add up.
         """
         covered = set[nn.Parameter]().union(*(layout.parameters for layout in self.layouts))
         if self._has_shards or not covered.issuperset(updates):
             return None
-        return self.scaled.update_length
+        return self.scaled.updates.length(self.scaled.update_norms)
 
     def laid_out(
         self, matrices: Matrices, elsewhere: Mapping[nn.Parameter, Tensor] | None = None

@@ -127,8 +127,3 @@ class Stacked(Sequence[Direction]):
         """The coefficient ``c = <u, m> / <m, m>`` of the base's update u projected on m, at least 0, ``[pairs]``."""
         lengths = self.moments.norms()
         return ratio(self.updates.inners(self.moments), lengths * lengths).clamp_min(0)
-
-    @property
-    def update_length(self) -> Tensor:
-        """The norm of the base optimizer's updates of all layers together, 0-dim."""
-        return self.updates.length(self.update_norms)
