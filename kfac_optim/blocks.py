@@ -133,9 +133,8 @@ class Block:
     @property
     def reach(self) -> float:
         """The learned share of the stretch along flat directions that its steps get (:mod:`~.reach`)."""
-        numbers: Any = self.state.get("current", UNLEARNED)
-        reach = float(numbers["reach"])
-        return min(reach, START_REACH) if numbers["changes"] == CONSTRAINED else reach
+        reach = float(self.learned("reach"))
+        return min(reach, START_REACH) if self.is_constrained else reach
 
     @property
     def is_constrained(self) -> bool:
