@@ -94,19 +94,18 @@ class Readings:
     ) -> None:
         largest = largest_entry(gradients) if lessons is None or lessons.largest is None else lessons.largest
         learned = [] if lessons is None else [*vars(lessons).values(), *vars(lessons.stretched).values()]
-        given = {id(each): each for each in (largest, *rates, *learned, *flags) if isinstance(each, Tensor)}
-        self._tensors = [*given.values()]  # kept, because another tensor might get the id of one that is gone
-        self._found = dict(zip(given, _numbers_in(self._tensors), strict=True))
+        tensors = dict.fromkeys(each for each in (largest, *rates, *learned, *flags) if isinstance(each, Tensor))
+        self._found = dict(zip(tensors, _numbers_in([*tensors]), strict=True))  # a tensor equals itself alone as a key
         self.lessons, self.largest = lessons, self.number(largest)
         self.rate = max((abs(self.number(rate)) for rate in rates), default=0.0)
 
     def numbers(self, given: Tensor | Sequence[float]) -> Sequence[float]:
         """The numbers in a tensor; others are returned as they are."""
-        return self._found[id(given)] if isinstance(given, Tensor) else given
+        return self._found[given] if isinstance(given, Tensor) else given
 
     def number(self, given: Scalar | None) -> float:
         """The number in a tensor; others are returned as they are, 0 for None."""
-        return self._found[id(given)][0] if isinstance(given, Tensor) else given or 0.0
+        return self._found[given][0] if isinstance(given, Tensor) else given or 0.0
 
 
 def _numbers_in(tensors: Sequence[Tensor]) -> list[list[float]]:
