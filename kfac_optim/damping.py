@@ -15,8 +15,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from .common.checks import is_number, is_positive, require_number
-from .schedules import Schedule, value_at
+from .common.checks import is_number, is_positive, require_schedule
+from .schedules import Schedule, positive_at
 
 __all__ = [
     "Damping",
@@ -73,9 +73,7 @@ class _Relative:
     value: Schedule[float]
 
     def __post_init__(self) -> None:
-        if not callable(self.value):
-            allowed = "> 0 and finite, or a callable(step)"
-            require_number("value", self.value, allowed, is_positive, owner=type(self).__name__)
+        require_schedule("value", self.value, "> 0 and finite", is_positive, owner=type(self).__name__)
 
 
 class OfMean(_Relative):
@@ -145,15 +143,8 @@ def is_of_largest(damping: Damping) -> bool:
 
 
 def value_of(damping: Damping, step: int) -> float:
-    """The multiple of the unit at ``step``.
-
-    Raises:
-        TypeError: If a function of the step does not return a number.
-        ValueError: If it returns a number that is not positive and finite.
-    """
-    value = value_at(damping.value, step)
-    require_number(f"damping at step {step}", value, "> 0 and finite", is_positive)
-    return value
+    """The multiple of the unit at ``step``."""
+    return positive_at("damping", damping.value, step)
 
 
 def unit_of(damping: Damping, spectra: Spectra, pairs: int) -> Tensor:

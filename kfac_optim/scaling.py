@@ -16,8 +16,8 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from .common.checks import is_positive, require_number
-from .schedules import Schedule, value_at
+from .common.checks import is_positive, require_number, require_schedule
+from .schedules import Schedule, positive_at
 from .stacks import Direction, Stacked, ratio
 
 __all__ = ["Graft", "KLClip", "Orthogonal", "Scaling", "Traits", "Unit", "scaled_by", "traits_of"]
@@ -124,13 +124,11 @@ class KLClip:
     needs_lr: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not callable(self.kappa):
-            require_number("kappa", self.kappa, "> 0 and finite, or a callable(step)", is_positive, owner="KLClip")
+        require_schedule("kappa", self.kappa, "> 0 and finite", is_positive, owner="KLClip")
 
     def multipliers(self, directions: Sequence[Direction], step: int) -> list[Tensor]:
         """See :class:`Scaling`."""
-        kappa = value_at(self.kappa, step)
-        require_number(f"kappa at step {step}", kappa, "> 0 and finite", is_positive, owner="KLClip")
+        kappa = positive_at("kappa", self.kappa, step, owner="KLClip")
         # The absolute value may be taken of a stack's sum: <P m, m> >= 0 for each of its layers, up to rounding.
         products = [(d.direction * d.moment * (d.lr * d.lr)).sum().abs() for d in directions]
         total = torch.stack([product.to(products[0]) for product in products]).sum()

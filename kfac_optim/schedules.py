@@ -4,8 +4,8 @@ A schedule is a plain number or any ``callable(step) -> number``, where ``step``
 classes below make the schedules of the papers; they can be pickled, and so can an optimizer that uses them.
 :class:`Progress` has the step.
 
-All intervals follow one rule: work is due at step ``t`` if ``t - last >= interval(t)``, where ``last`` is the step at
-which it was last done. Work that was never done is due at once.
+Work that is done at intervals is due at step ``t`` if ``t - last >= interval(t)``, where ``last`` is the step at which
+it was last done. Work that was never done is due at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, Union
 
-from .common.checks import is_int, is_number, require_number
+from .common.checks import is_int, is_number, is_positive, require_number, require_schedule
 from .common.counters import Counted, counter
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "forgetting",
     "growing",
     "inverse_time_decay",
+    "positive_at",
     "value_at",
 ]
 
@@ -40,6 +41,13 @@ Schedule = Union[Number, Callable[[int], Number]]  # noqa: UP007  (mypy takes no
 def value_at(schedule: Schedule[Number], step: int) -> Number:
     """The value of a schedule at ``step``."""
     return schedule(step) if callable(schedule) else schedule
+
+
+def positive_at(name: str, schedule: Schedule[float], step: int, *, owner: str = "") -> float:
+    """The value of a schedule at ``step``; raises TypeError or ValueError unless it is a number > 0 and finite."""
+    value = value_at(schedule, step)
+    require_number(f"{name} at step {step}", value, "> 0 and finite", is_positive, owner=owner)
+    return value
 
 
 def due(interval: int, step: int, last: int | None) -> bool:
@@ -233,9 +241,7 @@ class forgetting:
     def __post_init__(self) -> None:
         if isinstance(self.decay, forgetting):
             raise TypeError(f"forgetting(decay={self.decay!r}): must be a number or a function of the step")
-        if not callable(self.decay):
-            allowed = "in [0, 1), or a callable(step)"
-            require_number("decay", self.decay, allowed, lambda x: 0 <= x < 1, owner="forgetting")
+        require_schedule("decay", self.decay, "in [0, 1)", lambda x: 0 <= x < 1, owner="forgetting")
         require_number("slack", self.slack, ">= 1", lambda x: x >= 1, owner="forgetting")
 
     def __call__(self, step: int) -> float:

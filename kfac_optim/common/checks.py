@@ -25,6 +25,7 @@ __all__ = [
     "optional",
     "patterns",
     "require_number",
+    "require_schedule",
 ]
 
 Check = Callable[[str, Any], Any]
@@ -62,6 +63,12 @@ def require_number(name: str, value: Any, allowed: str, test: Callable[[Any], bo
         raise ValueError(f"{text}{allowed}")
 
 
+def require_schedule(name: str, value: Any, allowed: str, test: Callable[[Any], bool], *, owner: str = "") -> None:
+    """As :func:`require_number`, but a function of the step passes, too."""
+    if not _is_function(value):
+        require_number(name, value, f"{allowed}, or a callable(step)", test, owner=owner)
+
+
 def _is_function(value: Any) -> bool:
     """Whether this can be called; classes do not count."""
     return callable(value) and not isinstance(value, type)
@@ -71,8 +78,7 @@ def number(allowed: str, test: Callable[[Any], bool]) -> Check:
     """A check for a number, or a function of the step."""
 
     def check(name: str, value: Any) -> Any:
-        if not _is_function(value):
-            require_number(name, value, f"{allowed}, or a callable(step)", test)
+        require_schedule(name, value, allowed, test)
         return value
 
     return check
