@@ -246,7 +246,7 @@ class Config:
             raise type(error)(f"{error} (the function of the step has returned it at step {step})") from None
 
     @property
-    def damping_rule(self) -> Damping:
+    def damping_object(self) -> Damping:
         """``damping`` as an object, even if a number or a function of the step was given."""
         return as_damping(self.damping)
 

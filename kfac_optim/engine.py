@@ -204,7 +204,7 @@ class CurvatureEngine(Config):
             pace.measure(ready, self.at("factor_batch_fraction", step), stages.comm.world_size)
             if refresher.is_due(self, step):
                 stages.sightings.warn(blocks)
-                refresher.start(step, ready, self.damping_rule, pace.spread(self, step))
+                refresher.start(step, ready, self.damping_object, pace.spread(self, step))
             return
         seen_nothing = progress.last_statistics == step and not stages.averaging.skipped_batches
         # Every step collects statistics until there are some. Several ranks do not stop because of what one has seen:

@@ -62,7 +62,7 @@ class Preconditioner:
         Returns:
             Directions of the layers that have a decomposition and a moment.
         """
-        damping, scaling, comm = self.config.damping_rule, self.config.scaling, self.ranks.comm
+        damping, scaling, comm = self.config.damping_object, self.config.scaling, self.ranks.comm
         ready = [block for block in blocks if block.has_direction]
         value = value_of(damping, step)
         exchanged = exchanged_blocks(ready, scaling, comm)
@@ -97,7 +97,7 @@ class Preconditioner:
     def release(self, blocks: Sequence[Block]) -> None:
         """Lets go of decompositions that are no longer in use."""
         ready = [block for block in blocks if block.has_direction]
-        if self._stack_key != stack_key(ready, self.config.damping_rule):
+        if self._stack_key != stack_key(ready, self.config.damping_object):
             self.clear()
 
     def clear(self) -> None:
@@ -107,7 +107,7 @@ class Preconditioner:
 
     def _current_stacks(self, ready: Sequence[Block]) -> list[Stack]:
         """The stacks of the blocks that have decompositions, made anew when one of these has changed."""
-        damping = self.config.damping_rule
+        damping = self.config.damping_object
         current = stack_key(ready, damping)
         if current != self._stack_key:
             self.clear()

@@ -103,7 +103,7 @@ def report(engine: Staged, *, eigenvalues: bool = False) -> dict[str, Any]:
             (:mod:`~.reach`).
     """
     stages = engine.stages
-    damping, progress, frozen_at = stages.config.damping_rule, stages.progress, stages.refresher.frozen_at
+    damping, progress, frozen_at = stages.config.damping_object, stages.progress, stages.refresher.frozen_at
     value, steps, plan = value_of(damping, progress.step), max(1, progress.taken), stages.plan()
     return {
         "step": progress.step,
@@ -210,7 +210,7 @@ def _table(stages: Stages) -> list[str]:
     used = [i for i in range(len(_HEADER)) if i == 0 or any(line[i] for line in lines[1:])]
     widths = {i: max(len(line[i]) for line in lines) for i in used}
     head, *rows = ("  ".join(line[i].ljust(widths[i]) for i in used).rstrip() for line in lines)
-    rule = "-" * max(map(len, (head, *rows)))
+    dashes = "-" * max(map(len, (head, *rows)))
     resting = [block for block in memory if stages.closed or block.never_seen or not block.layer.weight.requires_grad]
     own = [p for block in resting for p in block.layer.parameters]
     base = sum(p.requires_grad for p in (*uncovered, *own))
@@ -219,7 +219,7 @@ def _table(stages: Stages) -> list[str]:
     if waiting and stages.progress.step:
         footer.append(f"{waiting} of them not yet")
     footer += [f"{_count(base, 'parameter')} by the base rule", human_bytes(sum(memory.values()))]
-    return [rule, head, rule, *rows, rule, ", ".join(footer)]
+    return [dashes, head, dashes, *rows, dashes, ", ".join(footer)]
 
 
 def _row_of(block: Block, memory: int, comm: Communicator, closed: bool) -> tuple[str, ...]:

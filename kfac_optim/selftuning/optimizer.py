@@ -100,14 +100,14 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         require_number("least_damping", least_damping, "> 0 and finite", is_positive)
         require_number("model_fraction", model_fraction, "> 0 and at most 1", lambda x: 0 < x <= 1)
         refuse_unknown(type(self).__name__, options, [name for name in engine_options() if name not in _GIVEN])
-        self.rule, self.model_fraction = LevenbergMarquardt(least_damping), model_fraction
+        self.lambda_, self.model_fraction = LevenbergMarquardt(least_damping), model_fraction
         groups = {"lr": 1.0, "damping": float(damping or 0.0)}
         groups |= {"learning_rate": 0.0, "momentum": 0.0, "reduction_ratio": 1.0}
         interval = options.get("inv_update_steps", growing(0.1, minimum=5))
         often = {"inv_update_steps": interval, "factor_update_steps": interval}
         largest_block = 2100 if all(p.is_cpu for p in model.parameters()) else "auto"
         defaults = {**often, "factor_decay": 0.75, "max_factor_dim": largest_block}
-        options = {**defaults, **options, "fisher": fisher, "damping": self.rule}
+        options = {**defaults, **options, "fisher": fisher, "damping": self.lambda_}
         super().__init__(model, groups, precondition="gradient", scaling=None, **options)
         if not self.curvature.layers:  # the layers tell whether a backward pass adds to the gradients
             self.curvature.close()
@@ -164,8 +164,8 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         if not gradients:
             return
         _check_parameters(gradients)
-        self.rule.set(self.param_groups[0]["damping"])
-        first, scaler = not (engine.step_count and self.rule.value), engine.grad_scaler
+        self.lambda_.set(self.param_groups[0]["damping"])
+        first, scaler = not (engine.step_count and self.lambda_.value), engine.grad_scaler
         parts, terms = self._replay.take(1.0 if first else self.model_fraction, scaler.get_scale() if scaler else 1.0)
         if closure is not None:  # copied, because the closure overwrites them
             gradients = {p: g.clone() for p, g in gradients.items()}
@@ -177,7 +177,7 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         try:
             if first:
                 self._start(objective, gradients, change, canonical=closure is None)
-            if self.rule.value:
+            if self.lambda_.value:
                 self._take_best(objective, gradients, change, interval)
         except BaseException:
             objective.put_back()
@@ -193,12 +193,12 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         if engine.stages.closed:
             self._replay.close()
             raise RuntimeError("the curvature of this optimizer is closed, and KFAC has nothing else: build a new one")
-        for name, own in (("damping", self.rule), ("scaling", None)):
+        for name, own in (("damping", self.lambda_), ("scaling", None)):
             if getattr(engine, name) is not own:
                 raise ValueError(
                     f"curvature.{name} was set, but KFAC finds its damping and the length of its steps by itself: set "
-                    f"curvature.{name} = {'optimizer.rule' if own else None} again; the present damping, which may be "
-                    "changed, is optimizer.param_groups[0]['damping']"
+                    f"curvature.{name} = {'optimizer.lambda_' if own else None} again; the present damping, which may "
+                    "be changed, is optimizer.param_groups[0]['damping']"
                 )
 
     def _start(
@@ -216,12 +216,12 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
             return
         if canonical:
             objective.check()
-        if self.rule.value:
+        if self.lambda_.value:
             return
         damping = float(along.curvatures / along.products)
         good, best, worse = 10 * damping, 0.0, 0
         for _ in range(_TRIALS):
-            self.rule.set(damping)
+            self.lambda_.set(damping)
             c = objective.model(self._directions(gradients), None).minimum(damping)
             objective.place(c)
             found = change(c)
@@ -235,7 +235,7 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
                 if worse > _BUMP:
                     break
             damping /= 10
-        self.rule.set(good)
+        self.lambda_.set(good)
 
     def _take_best(
         self, objective: Objective, gradients: Mapping[nn.Parameter, Tensor], change: Change, interval: int
@@ -248,16 +248,16 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
             last = [state[LAST_UPDATE] if LAST_UPDATE in state else torch.zeros_like(p) for state, p in pairs]
         model = objective.model(self._directions(gradients), last)
         rate = float(rate_of(self.param_groups[0]))
-        c = model.minimum(self.rule.value) * rate
+        c = model.minimum(self.lambda_.value) * rate
         if interval == 1 and last is not None:
             self._compare_slopes(float(model.slopes[-1]))
         shown = {"learning_rate": float(c[0]), "momentum": 0.0 if last is None else float(c[-1])}
-        actual, predicted = 0.0, model.change(c, self.rule.value)
+        actual, predicted = 0.0, model.change(c, self.lambda_.value)
         updates = objective.place(c)
         if self.curvature.step_count % interval == 0:
             actual = change(c)
-            self.rule.learn(actual, predicted, interval)
-            shown |= {"damping": self.rule.value, "reduction_ratio": actual / predicted if predicted else 1.0}
+            self.lambda_.learn(actual, predicted, interval)
+            shown |= {"damping": self.lambda_.value, "reduction_ratio": actual / predicted if predicted else 1.0}
         if actual <= 0:
             if rate >= _TELLING:
                 self._secant.expect(float(model.slopes @ c), float(c @ model.curvatures @ c))

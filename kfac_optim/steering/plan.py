@@ -108,7 +108,7 @@ class Steering:
         traits = traits_of(config.scaling)
         given = traits.trust if config.turns_steps else 1.0
         learns, fixed = given is None, 0.0 if given is None else float(given)
-        wanted = learns and traits.stretch is not False and is_of_largest(config.damping_rule)
+        wanted = learns and traits.stretch is not False and is_of_largest(config.damping_object)
         stretches = wanted and (traits.stretch is True or self.opposition.in_game is False)
         steers = learns and not self.is_opposed(config)
         changed = stretches and any(block.has_direction and block.reach > LEAST_REACH for block in blocks)

@@ -246,28 +246,28 @@ def test_directions_that_add_nothing_do_no_harm(second: list[float]) -> None:
     ],
 )
 def test_damping_follows_the_reduction_ratio(actual: float, factor: float) -> None:
-    rule = LevenbergMarquardt(1e-5)
-    rule.set(0.5)
-    rule.learn(actual, predicted=-1.0)
-    assert rule.value == pytest.approx(0.5 * factor)
-    assert rule(7) == rule.value
+    damping = LevenbergMarquardt(1e-5)
+    damping.set(0.5)
+    damping.learn(actual, predicted=-1.0)
+    assert damping.value == pytest.approx(0.5 * factor)
+    assert damping(7) == damping.value
 
 
 def test_damping_has_a_floor_and_learns_nothing_from_nothing() -> None:
-    rule = LevenbergMarquardt(1e-5)
-    rule.set(1.01e-5)
-    rule.learn(-1.0, -1.0, steps=5)
-    assert rule.value == 1e-5
-    rule.learn(0.0, 0.0)
-    assert rule.value == 1e-5
+    damping = LevenbergMarquardt(1e-5)
+    damping.set(1.01e-5)
+    damping.learn(-1.0, -1.0, steps=5)
+    assert damping.value == 1e-5
+    damping.learn(0.0, 0.0)
+    assert damping.value == 1e-5
 
 
 @pytest.mark.parametrize(("actual", "factor"), [(-2.0, 0.95**5), (-0.2, 0.95**-5), (0.1, 2.0)])
 def test_damping_of_a_step_that_stands_for_five(actual: float, factor: float) -> None:
-    rule = LevenbergMarquardt(1e-5)
-    rule.set(0.5)
-    rule.learn(actual, predicted=-1.0, steps=5)
-    assert rule.value == pytest.approx(0.5 * factor)
+    damping = LevenbergMarquardt(1e-5)
+    damping.set(0.5)
+    damping.learn(actual, predicted=-1.0, steps=5)
+    assert damping.value == pytest.approx(0.5 * factor)
 
 
 def test_an_unusual_curvature_is_told_once_after_some_steps() -> None:

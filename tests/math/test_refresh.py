@@ -554,7 +554,7 @@ def test_layers_of_one_shape_together_equal_each_on_its_own(
     """Cut into stacks of one layer each, the directions are the same."""
 
     def one_by_one(known: Any) -> Any:
-        return [stack_of([block], engine.damping_rule, block.decomposed) for block in known]
+        return [stack_of([block], engine.damping_object, block.decomposed) for block in known]
 
     torch.manual_seed(0)
     net = Repeated().double()

@@ -162,7 +162,7 @@ def test_the_first_damping_is_found_by_trials(
     rest = [-1e-9 if min(changes) < 0 else 1.0] * (more + 1)
 
     def change(self: Objective, c: Tensor) -> float:
-        tried.append(optimizer.rule.value)
+        tried.append(optimizer.lambda_.value)
         return [*changes, *rest][len(tried) - 1]
 
     monkeypatch.setattr(Objective, "change", change)
@@ -680,14 +680,14 @@ def test_a_closed_curvature_ends_it() -> None:
         train(model, optimizer, [0], **BATCH)
 
 
-@pytest.mark.parametrize(("name", "value", "own"), [("damping", 0.1, "optimizer.rule"), ("scaling", "unit", "None")])
+@pytest.mark.parametrize(("name", "value", "own"), [("damping", 0.1, "optimizer.lambda_"), ("scaling", "unit", "None")])
 def test_what_it_finds_by_itself_cannot_be_set(name: str, value: Any, own: str) -> None:
     model, optimizer = make()
     train(model, optimizer, range(2), **BATCH)
     setattr(optimizer.curvature, name, value)
     with pytest.raises(ValueError, match=f"curvature.{name} was set.*curvature.{name} = {own} again"):
         train(model, optimizer, [2], **BATCH)
-    setattr(optimizer.curvature, name, optimizer.rule if name == "damping" else None)
+    setattr(optimizer.curvature, name, optimizer.lambda_ if name == "damping" else None)
     train(model, optimizer, [2], **BATCH)
     assert optimizer.curvature.step_count == 3
 
@@ -794,7 +794,7 @@ def test_a_copy_trains_on_its_own() -> None:
     train(model, optimizer, range(3), **BATCH)
     twin, copied = copy.deepcopy((model, optimizer))
     assert_go_on_alike(range(3, 6), (model, optimizer), (twin, copied), **BATCH)
-    assert copied.rule is not optimizer.rule and copied.curvature.damping is copied.rule
+    assert copied.lambda_ is not optimizer.lambda_ and copied.curvature.damping is copied.lambda_
 
 
 def test_averages_of_the_weights_are_torchs_own() -> None:
