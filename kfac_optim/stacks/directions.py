@@ -108,8 +108,8 @@ class Directions:
             makers: By name, a function that makes the matrices of all stacks. If the stacks share one storage, it is
                 given matrices to fill, so that few operations read all sets.
         """
-        outs = [None] if self._has_shards else self.scaled.updates.empty_sets(len(makers))
-        if None in outs:
+        outs = None if self._has_shards else self.scaled.updates.empty_sets(len(makers))
+        if outs is None:
             return {name: self.laid_out(make(None)) for name, make in makers.items()}
         made = [make(out).tensors for make, out in zip(makers.values(), outs, strict=True)]
         found: list[dict[nn.Parameter, Tensor]] = [{} for _ in makers]

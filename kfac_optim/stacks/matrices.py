@@ -47,9 +47,9 @@ class Matrices:
         """Uninitialised matrices like these."""
         return Matrices([torch.empty_like(tensor) for tensor in self.tensors], self.groups)
 
-    def empty_sets(self, n: int) -> Sequence[Matrices | None]:
-        """``n`` sets of uninitialised matrices in one storage; None for each where matrices do not share one."""
-        return [None] * n
+    def empty_sets(self, n: int) -> Sequence[Matrices] | None:
+        """``n`` sets of uninitialised matrices in one storage; None where matrices do not share one."""
+        return None
 
     def split(self, of_pairs: Tensor) -> list[Tensor]:
         """The parts ``[p]`` of a vector ``[pairs]`` that belong to each stack."""
@@ -200,7 +200,7 @@ class FlatMatrices(Matrices):
         """See :class:`Matrices`."""
         return self.storage.several(1, self.whole.dtype)[0]
 
-    def empty_sets(self, n: int) -> Sequence[Matrices | None]:
+    def empty_sets(self, n: int) -> Sequence[Matrices]:
         """See :class:`Matrices`."""
         return self.storage.several(n, self.whole.dtype)
 
