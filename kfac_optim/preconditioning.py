@@ -15,7 +15,6 @@ from .common.stopwatch import Stopwatch
 from .config import Config
 from .damping import is_of_largest, value_of
 from .distributed import Broadcast
-from .layers import KroneckerLayer
 from .placement import Ranks, exchanged_blocks, gathered_vectors
 from .scaling import scaled_by, traits_of
 from .stacks import (
@@ -133,14 +132,11 @@ class Preconditioner:
         broadcasts = []
         for block in ready:
             if block.route is not None and block not in exchanged:
-                tensor = found[block] if block in found else self._zeros(block.layer)
-                broadcasts.append(Broadcast([tensor], *block.route))
+                if block not in found:  # the layer has no gradient here
+                    shape, device = (block.layer.pairs, block.layer.d_out, block.layer.d_in), block.layer.weight.device
+                    found[block] = torch.zeros(shape, dtype=self.dtype, device=device)
+                broadcasts.append(Broadcast([found[block]], *block.route))
         self.ranks.comm.send(broadcasts, "directions")
-
-    def _zeros(self, layer: KroneckerLayer) -> Tensor:
-        """The direction of a layer that has no gradient here."""
-        shape = (layer.pairs, layer.d_out, layer.d_in)
-        return torch.zeros(shape, dtype=self.dtype, device=layer.weight.device)
 
 
 def _note_cosines(stacks: Sequence[Stack], found: Stacked) -> None:

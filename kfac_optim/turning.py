@@ -85,7 +85,7 @@ def _turn_and_stretch(
     reaches: Mapping[nn.Parameter, float],
 ) -> None:
     """Turns and stretches the base class's step; records what the next step learns from, if trust is learned."""
-    if not directions.scaled and directions.exchange is None:  # on any rank
+    if not directions.scaled and directions.exchange is None:  # no rank has directions
         return
     if not plan.learns:
         _subtract(_by_bucket(covered, directions.laid_out(changes_at(directions.scaled, plan.trust))))
