@@ -136,22 +136,22 @@ class CurvatureEngine(Config):
                 block.note_trains()
         statistics = capture.take()
         stages.steering.opposition.begin_step(step, collects=capture.enabled)
-        read = Readings(gradients, list(lrs), lessons, statistics.flags)
-        moves = read.rate != 0
-        trains = read.largest > 0 and moves
-        self._is_noop = read.largest == 0 and not moves
+        readings = Readings(gradients, list(lrs), lessons, statistics.flags)
+        moves = readings.rate != 0
+        trains = readings.largest > 0 and moves
+        self._is_noop = readings.largest == 0 and not moves
         if self._is_noop:  # which one rank may take alone, to save a state
             return True
         stages.prepare_ranks()
-        if not math.isfinite(read.largest):
+        if not math.isfinite(readings.largest):
             self._skip_step()
             return False
         stages.compare_if_due(finite=True)
-        stages.steering.learn(blocks, read)
+        stages.steering.learn(blocks, readings)
         if not blocks:  # everything trains by the base rule
             return True
         if capture.enabled:
-            self._take_up(statistics, read, trains=trains)
+            self._take_up(statistics, readings, trains=trains)
         del statistics  # as large as the factors, so freed before a refresh needs memory
         refresher.rebuild(step, blocks)
         self._refresh_if_due(trains=trains)
@@ -169,19 +169,19 @@ class CurvatureEngine(Config):
         self.skip_directions()  # other ranks may be waiting for them
         stages.prepare_statistics()
 
-    def _take_up(self, statistics: TakenStatistics, read: Readings, *, trains: bool) -> None:
+    def _take_up(self, statistics: TakenStatistics, readings: Readings, *, trains: bool) -> None:
         """Adds what was captured to the running averages (a collective).
 
-        ``read``: has their flags; ``trains``: whether this step changes weights.
+        ``readings``: have their flags; ``trains``: whether this step changes weights.
         """
         stages = self.stages
         blocks, alone, progress = stages.blocks, stages.ranks.alone, stages.progress
         averaging, sightings, opposition = stages.averaging, stages.sightings, stages.steering.opposition
-        resolved = statistics.resolve(read.numbers)
+        resolved = statistics.resolve(readings.numbers)
         unseen = sightings.count_step(statistics, resolved, trains=trains)
         with stages.stopwatch.stage("factor update"):
-            decay, told = self.at("factor_decay", progress.step), [unseen, *opposition.report()]
-            anything, (blind, *reported) = averaging.add(blocks, resolved, decay, self.slack, told)
+            decay, reports = self.at("factor_decay", progress.step), [unseen, *opposition.report()]
+            anything, (blind, *reported) = averaging.add(blocks, resolved, decay, self.slack, reports)
             opposition.hear(reported)
             sightings.note(blocks, resolved, blind=blind > 0 and not anything, alone=alone)
             if alone or stages.ranks.assignment.shares_factors:

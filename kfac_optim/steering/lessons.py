@@ -1,4 +1,4 @@
-"""Feedback on the last step: how far the new gradients agree with the vectors that the step recorded.
+"""What new gradients say about the last step: how far they agree with the vectors that the step recorded.
 
 :func:`lessons_of` computes it on the device; :class:`Readings` reads it with everything else that a step needs.
 """
@@ -41,15 +41,17 @@ class Stretched:
     after: Tensor | Sequence[float] = ()
     before: Tensor | Sequence[float] = ()
 
-    def slopes(self, read: Readings) -> dict[nn.Parameter, tuple[float, float]]:
+    def slopes(self, readings: Readings) -> dict[nn.Parameter, tuple[float, float]]:
         """``after`` and ``before`` by parameter, times its learning rate."""
-        each = zip(self.params, self.rates, read.numbers(self.after), read.numbers(self.before), strict=True)
+        each = zip(self.params, self.rates, readings.numbers(self.after), readings.numbers(self.before), strict=True)
         return {p: (after * lr, before * abs(lr)) for p, lr, after, before in each}
 
 
 @dataclass(frozen=True)
 class Lessons:
-    """Feedback on the last step. :class:`Readings` reads those fields, and those of ``stretched``, that are tensors.
+    """What new gradients say about the last step.
+
+    :class:`Readings` reads the numbers in those fields, and in those of ``stretched``, that are tensors.
 
     Attributes:
         largest: The largest absolute entry of the gradients; None: not yet known.
@@ -76,7 +78,7 @@ class Readings:
     Args:
         gradients: The gradients.
         rates: The learning rates.
-        lessons: The feedback; None: there is nothing to learn from.
+        lessons: What is to be learned from; None: there is nothing.
         flags: The flags of the statistics.
 
     Attributes:

@@ -74,20 +74,20 @@ class Steering:
         self.rate_history, self.opposition, self.watch = RateHistory(), Opposition(ranks, signs), WeightWatch()
         self.too_long: set[nn.Parameter] = set()
 
-    def learn(self, blocks: Sequence[Block], read: Readings) -> None:
+    def learn(self, blocks: Sequence[Block], readings: Readings) -> None:
         """Learns from what the gradients of a step say about the last step; also moves the reaches of the blocks."""
         self.opposition.learn()
-        if (lessons := read.lessons) is not None:
-            self.brake.learn(read.number(lessons.length))
-            self.trust.learn(read.number(lessons.turn), read.number(lessons.average), grows=lessons.grows)
+        if (lessons := readings.lessons) is not None:
+            self.brake.learn(readings.number(lessons.length))
+            self.trust.learn(readings.number(lessons.turn), readings.number(lessons.average), grows=lessons.grows)
             has_momentum = lessons.grows and lessons.average is None  # without momentum there is an ``average``
-            undone = self.watch.learn(blocks, read.numbers(lessons.edits))
-            slopes = lessons.stretched.slopes(read)
+            undone = self.watch.learn(blocks, readings.numbers(lessons.edits))
+            slopes = lessons.stretched.slopes(readings)
             along = sum(after for p, (after, _) in slopes.items() if p not in undone)
             self.graft.learn(along if has_momentum else None)
-            warms_up = read.rate > self.rate_history.last
+            warms_up = readings.rate > self.rate_history.last
             self.too_long = learn_reaches(blocks, slopes, undone, warms_up=warms_up) | undone
-        lower_reaches(blocks, self.rate_history.rise(read.rate))
+        lower_reaches(blocks, self.rate_history.rise(readings.rate))
 
     def is_opposed(self, config: Config) -> bool:
         """Whether networks seem to train against each other (:mod:`~.opponents`) where trust is learned.
