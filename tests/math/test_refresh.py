@@ -565,16 +565,16 @@ def test_layers_of_one_shape_together_equal_each_on_its_own(
     engine = optimizer.curvature
     for step in range(5):
         net(torch.randn(7, 5, dtype=torch.float64), 1 if step == 3 else None).square().mean().backward()
-        vectors = {p: p.grad.clone() for p in net.parameters() if p.grad is not None}
+        moments = {p: p.grad.clone() for p in net.parameters() if p.grad is not None}
         if step:
             lr = dict.fromkeys(net.parameters(), 0.1)
             lr[net.layers[2].bias] = 0.3
-            together = by_parameter(engine.directions(vectors, lr), vectors)
+            together = by_parameter(engine.directions(moments, lr), moments)
             preconditioner = engine.stages.preconditioner
             assert len(preconditioner._stacks) == 2
             with monkeypatch.context() as patch:
                 patch.setattr(preconditioner, "_current_stacks", one_by_one)
-                alone = by_parameter(engine.directions(vectors, lr), vectors)
+                alone = by_parameter(engine.directions(moments, lr), moments)
             assert together.keys() == alone.keys()
             for p, direction in together.items():
                 torch.testing.assert_close(direction, alone[p], rtol=1e-12, atol=1e-14)

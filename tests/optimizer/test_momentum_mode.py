@@ -170,13 +170,13 @@ class Textbook:
             old, decay = self.averages or dict.fromkeys(covered, 0), self.memory / 10
             covered = self.averages = {name: decay * old[name] + (1 - decay) * g for name, g in gradients.items()}
         found = self.oracle.directions(covered, DAMPING)
-        vectors = {layer.name: layer.of(covered) for layer in self.oracle.layers}
+        moments = {layer.name: layer.of(covered) for layer in self.oracle.layers}
         if self.scaling == "unit":
             found = {layer.name: unit_scaled(layer.module, found[layer.name]) for layer in self.oracle.layers}
         if isinstance(self.scaling, Graft):
             found = {layer.name: grafted(found[layer.name], layer.of(updates)) for layer in self.oracle.layers}
         if self.scaling == "kl_clip":
-            nu = kl_clip_factor([(d, vectors[name], lr) for name, d in found.items()], 1e-3)
+            nu = kl_clip_factor([(d, moments[name], lr) for name, d in found.items()], 1e-3)
             assert nu < 1, "nothing was clipped"
             found = {name: nu * d for name, d in found.items()}
         directions = named(self.model, found, self.oracle)

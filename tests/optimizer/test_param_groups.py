@@ -563,9 +563,9 @@ def test_a_layer_whose_weight_and_bias_have_other_momenta(
     noted: list[tuple[dict[nn.Parameter, Tensor], Directions]] = []
     directions = CurvatureEngine.directions
 
-    def note(engine: CurvatureEngine, vectors: Any, lr: Any, updates: Any, **more: Any) -> Directions:
-        copies = {p: update.clone() for p, update in {**vectors, **updates}.items()}
-        noted.append((copies, directions(engine, vectors, lr, updates, **more)))
+    def note(engine: CurvatureEngine, moments: Any, lr: Any, other_updates: Any, **more: Any) -> Directions:
+        copies = {p: update.clone() for p, update in {**moments, **other_updates}.items()}
+        noted.append((copies, directions(engine, moments, lr, other_updates, **more)))
         return noted[-1][1]
 
     monkeypatch.setattr(CurvatureEngine, "directions", note)

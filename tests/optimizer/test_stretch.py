@@ -1177,8 +1177,8 @@ def test_no_solver_stretches_along_the_steepest_direction(solver: Any, kind: str
     for pair, row, column in values.gt(0).nonzero().tolist():
         matrix = torch.zeros(len(values), *bases.shape[-2:], dtype=torch.float64)
         matrix[pair] = bases[pair, row, column]
-        vectors = dict(zip(layer.parameters(), optimizer.curvature.layers[0].from_matrix(matrix), strict=True))
-        (stretch,) = reach.stretches(optimizer.curvature.directions(vectors, 1.0).scaled).tensors
+        moments = dict(zip(layer.parameters(), optimizer.curvature.layers[0].from_matrix(matrix), strict=True))
+        (stretch,) = reach.stretches(optimizer.curvature.directions(moments, 1.0).scaled).tensors
         found[float(values[pair, row, column])] = float((stretch * matrix).sum())
     inexact = 0.02 if solver == EigenSolver() else 1e-9  # it leaves small eigenvalues out
     assert abs(found[max(found)]) < inexact
