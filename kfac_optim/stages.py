@@ -316,7 +316,7 @@ class Stages:
         step, refresher = self.ranks.common_step(self.progress.step, skipped=not finite), self.refresher
         interval = refresher.pace.statistics_interval(self.config, step)
         pools = due(interval, step, self.progress.last_statistics)
-        if pools or refresher.communicates(self.config, step, refreshes=not self.is_opposed):
+        if pools or refresher.communicates(self.config, step, may_begin=not self.is_opposed):
             self.compare()
 
     def compare(self, **more: Any) -> None:

@@ -82,10 +82,10 @@ class Refresher(Counted, pending_spread=Counter(None)):
         """Whether a refresh begins at ``step``."""
         return self.in_progress is None and self.pace.is_due(config, step, self.last_refresh)
 
-    def communicates(self, config: Config, step: int, *, refreshes: bool) -> bool:
-        """Whether the ranks exchange something at ``step``; ``refreshes``: whether a refresh begins if it is due."""
+    def communicates(self, config: Config, step: int, *, may_begin: bool) -> bool:
+        """Whether the ranks exchange something at ``step``; ``may_begin``: whether a refresh begins if it is due."""
         ends = self.in_progress is not None and self.in_progress.ends(step)
-        return self._stale or ends or (refreshes and self.is_due(config, step))
+        return self._stale or ends or (may_begin and self.is_due(config, step))
 
     def refresh_next_step(self) -> None:
         """Makes a full refresh due at the next step."""
