@@ -44,7 +44,7 @@ class StepVectors:
 
     def are_alike(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether the updates of these parameters are the moments themselves."""
-        return not self.other_updates or self.other_updates.keys().isdisjoint(parameters)
+        return self.other_updates.keys().isdisjoint(parameters)
 
 
 @dataclass(frozen=True)
