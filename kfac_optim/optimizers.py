@@ -260,7 +260,7 @@ class KFACMixin(_Optimizer):
         return "\n".join(s for s in super().__repr__().splitlines() if not s.lstrip().startswith(PREFIX))
 
     # State ----------------------------------------------------------------------------------------------------------
-    # A layer's is in state[weight]["kfac"], counters are in every group: both survive torch.distributed.checkpoint.
+    # A layer's state is in state[weight]["kfac"], counters are in every group: torch.distributed.checkpoint keeps both.
 
     @contextmanager
     def _layer_states_handed_over(self) -> Iterator[None]:

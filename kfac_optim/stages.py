@@ -53,7 +53,7 @@ class Stages:
         averaging: What this rank has seen since the ranks last pooled their sums (eqs. 14-15).
         refresher: The refresh in progress, and when the next one is due (eqs. 8-13).
         preconditioner: Stacks of layers that have one shape (eqs. 8-13). A copy gets a new one.
-        steering: How far steps turn; how far those of a layer stretch is kept in its block.
+        steering: How far steps turn. How far a layer's steps are stretched is kept in its block.
         signs: Whether networks train against each other, seen between steps.
         sightings: Whether training is seen at all.
         closed: Whether :meth:`close` was called.

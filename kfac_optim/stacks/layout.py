@@ -106,7 +106,7 @@ class Layout:
         device: The device of the parameters.
         parameters: The parameters.
         is_transposed: Whether the matrices are the transposes of contiguous ones ("matrices in memory order" below),
-            because the first layer's weight is that of its matrix.
+            because the first layer's weight is the transpose of its matrix.
         memory_shape: The shape of those contiguous ones.
     """
 
