@@ -59,11 +59,11 @@ class StackPreconditioner:
         if solver is None or not solver.negligible:
             return
         floor = 2 ** (math.floor(4 * math.log2(value)) / 4)
-        old = [s for s in stacks if s.decomposed and (s.relevant is None or s.relevant[0] != floor)]
-        given = [(*s.decomposed, (floor * s.damping_unit).to(self.dtype)) for s in old if s.decomposed]
-        counts = [solver.count_relevant(*of_stack) for of_stack in given]
+        old = [(s, s.decomposed) for s in stacks if s.decomposed and (s.relevant is None or s.relevant[0] != floor)]
+        inputs = [(*sides, (floor * s.damping_unit).to(self.dtype)) for s, sides in old]
+        counts = [solver.count_relevant(*of_stack) for of_stack in inputs]
         found = torch.stack([count.to(counts[0].device) for count in counts]).tolist() if counts else []
-        for stack, of_stack, of_sides in zip(old, given, found, strict=True):
+        for (stack, _), of_stack, of_sides in zip(old, inputs, found, strict=True):
             stack.note_relevant(floor, solver.relevant(*of_stack, of_sides))
 
     def precondition(
