@@ -2,7 +2,8 @@
 
 A schedule is a plain number or any ``callable(step) -> number``, where ``step`` counts optimizer steps from 0. The
 classes below make the schedules of the papers; they can be pickled, and so can an optimizer that uses them.
-:class:`Progress` has the step.
+:class:`Progress` has the step. ``Config.at`` has the checked value of an option, :func:`positive_at` that of a number
+inside a damping or a scaling.
 
 Work that is done at intervals is due at step ``t`` if ``t - last >= interval(t)``, where ``last`` is the step at which
 it was last done. Work that was never done is due at once.
