@@ -60,14 +60,14 @@ class SampledBackward:
         """Whether a layer's call is not sampled: it is in no call of the model, or repeated in a backward pass.
 
         Raises:
-            RuntimeError: If a layer runs with gradients in a re-entrant checkpoint alone in front of which no layer
-                needs the sampled pass, so that torch raises no error of its own.
+            RuntimeError: If a layer runs with gradients in a re-entrant checkpoint alone. If no layer in front of it
+                needs the sampled pass, torch raises no error of its own.
         """
         if not in_backward():
             return call is None
         # A user's function that computes its layers anew (adjoints) may be passed, and these train by the base rule.
         in_checkpoint = "Checkpoint" in type(torch._C._current_autograd_node()).__name__
-        if in_checkpoint and self._seen and index not in self._seen:
+        if in_checkpoint and index not in self._seen:
             name = self.recorder.layers[index].name
             raise RuntimeError(_REENTRANT.format(f", and {name!r} runs with gradients in backward passes alone"))
         return True

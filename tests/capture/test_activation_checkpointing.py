@@ -149,6 +149,15 @@ def test_sampled_fisher_refuses_reentry_where_no_layer_comes_before() -> None:
         loss.backward()
 
 
+@pytest.mark.parametrize("around_call", [False, True])
+def test_sampled_fisher_refuses_reentry_of_the_whole_model(around_call: bool) -> None:
+    """No layer is outside of the checkpoint, so that there is no sampled backward pass at all."""
+    model = Net() if around_call else Whole(Net(), reentrant=True)
+    optimizer = KFACSGD(model, fisher="categorical", **OPTIONS)
+    with pytest.raises(RuntimeError, match=r"use_reentrant=False.*fisher='empirical'"):
+        run(model, optimizer, call=(lambda x: checkpoint(model, x, use_reentrant=True)) if around_call else None)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("average", ["batch+sequence", "elements"])
 def test_a_checkpointed_block_is_no_call_of_the_model(reentrant: bool, average: str) -> None:
