@@ -239,7 +239,7 @@ class Config:
             return given
         value = given(step)
         if callable(value):
-            raise TypeError(f"{name}: the function of the step has returned another function at step {step}")
+            raise TypeError(f"{name}: the function of the step has returned a function at step {step}, not a value")
         try:
             return checked(name, value)
         except (TypeError, ValueError) as error:

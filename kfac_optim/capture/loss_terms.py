@@ -81,7 +81,7 @@ class LossTerms:
         except (TypeError, ValueError, OverflowError):  # int() raises the last two for nan and inf
             number = -1
         if number < 0:
-            raise ValueError(f"loss_average: the callable has returned {terms!r}; must be the number of loss terms")
+            raise ValueError(f"loss_average: the callable has returned {terms!r}; must be a number of loss terms >= 0")
         return number
 
     def dim_of_examples(self, tensor: Tensor) -> int:

@@ -155,7 +155,7 @@ def patterns(name: str, value: Any) -> tuple[str, ...]:
     """The check for regular expressions."""
     listed = isinstance(value, (list, tuple, set, frozenset)) and all(isinstance(item, str) for item in value)
     if not listed:
-        raise TypeError(f"{name}={value!r}: must be a sequence of regular expressions (str)")
+        raise TypeError(f"{name}={value!r}: must be a sequence of regular expressions, such as ['head']")
     for pattern in value:
         try:
             re.compile(pattern)

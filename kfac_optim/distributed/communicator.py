@@ -357,18 +357,19 @@ def _ahead(started: Iterator[_Transfer]) -> Iterator[_Transfer]:
 class LocalCommunicator(Communicator):
     """A single process, which sends nothing.
 
-    With ``world_size`` > 1 it stands for one rank of many, for memory estimates and pictures of an assignment.
+    With ``world_size`` > 1 it stands for one rank of many, for memory estimates and pictures of an assignment, and
+    cannot train.
 
     Args:
-        rank: The rank that it stands for.
-        world_size: The number of ranks.
+        rank: The rank that it stands for, default 0.
+        world_size: The number of ranks, default 1.
     """
 
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         super().__init__(rank, world_size)
 
     def _start_sum(self, tensor: Tensor) -> Work:
-        raise RuntimeError("this communicator has no other processes")
+        raise RuntimeError("LocalCommunicator sends nothing, and with world_size > 1 is for estimates alone")
 
     def _start_broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> Work:
         return self._start_sum(tensor)

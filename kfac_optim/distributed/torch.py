@@ -115,8 +115,8 @@ class TorchCommunicator(Communicator):
         if subgroups and self.world_size < dist.get_world_size():
             raise ValueError(
                 f"assignment: it needs groups of some of the ranks, such as {subgroups[0]}, but process_group is only "
-                "a part of the default group, all processes of which would have to make them. Use assignment="
-                "'factor-wise' or 'layer-wise' with process_group="
+                "a part of the default group, all processes of which would have to make them. Use "
+                "assignment='factor-wise' or 'layer-wise' there"
             )
 
     def _timeout(self) -> Any:

@@ -36,7 +36,10 @@ def check_states(
     """
     weights = {block.layer.weight: block for block in blocks}
     if any(weight not in weights for weight in states):
-        raise ValueError("the state has Kronecker factors for a parameter that has none here: another model?")
+        raise ValueError(
+            "the state has Kronecker factors for a parameter that has none here: it is of another model, or was saved "
+            "with other skip_layers. Build the optimizer as it was then"
+        )
     for weight, block in weights.items() if states else ():
         known = weight in states
         if not known and (frozen is None or weight in frozen):
@@ -44,8 +47,10 @@ def check_states(
         problem = _problem(block, states[weight], rank, pending=pending) if known else "has no Kronecker factors"
         if problem:
             raise ValueError(
-                f"the state of {block.layer.name!r} {problem}: damaged, of an earlier version, or of another model, "
-                "skip_layers or max_factor_dim, or of an optimizer that was built while other biases were frozen?"
+                f"the state of {block.layer.name!r} {problem}. It is damaged, of an earlier version, of another model, "
+                "of an optimizer with other skip_layers or max_factor_dim (whose default depends on the device), or of "
+                "one that was built while other biases were frozen: build the optimizer as it was then, or load "
+                "another state"
             )
 
 

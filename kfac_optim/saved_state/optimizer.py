@@ -53,7 +53,10 @@ def saved_parts(
     groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
     sizes, saved_sizes = ([len(group["params"]) for group in gs] for gs in (groups, saved_groups))
     if sizes != saved_sizes:
-        raise ValueError(f"the state has groups of {saved_sizes} parameters, the optimizer of {sizes}: another model?")
+        raise ValueError(
+            f"the state has groups of {saved_sizes} parameters, the optimizer of {sizes}: build the optimizer over the "
+            "same model and in the same groups as the one that was saved"
+        )
     layers, without = {}, set()
     for group, saved in zip(groups, saved_groups, strict=True):
         decoupled, own = saved.get(_DECOUPLED), group.get(_DECOUPLED)

@@ -99,6 +99,11 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
             require_number("damping", damping, "> 0 and finite", is_positive)
         require_number("least_damping", least_damping, "> 0 and finite", is_positive)
         require_number("model_fraction", model_fraction, "> 0 and at most 1", lambda x: 0 < x <= 1)
+        if own := [name for name in ("lr", "scaling", "solver") if name in options]:
+            raise TypeError(
+                f"{type(self).__name__} got an unexpected keyword argument {own[0]!r}: leave it out, as KFAC has no "
+                "learning rate, no scaling, and one solver"
+            )
         refuse_unknown(type(self).__name__, options, [name for name in engine_options() if name not in _GIVEN])
         self.lambda_, self.model_fraction = LevenbergMarquardt(least_damping), model_fraction
         groups = {"lr": 1.0, "damping": float(damping or 0.0)}

@@ -108,7 +108,7 @@ TABLE: list[tuple[str, Any, type[Exception], str]] = [
     ("batch_dim", torch.tensor([0, 1]), ValueError, "0, 1"),
     ("weight_sharing", "kfac", ValueError, "'expand'.*'reduce'.*callable"),
     ("weight_sharing", None, ValueError, "'expand'.*'reduce'.*callable"),
-    ("skip_layers", "head", TypeError, "sequence of regular expressions"),
+    ("skip_layers", "head", TypeError, r"sequence of regular expressions, such as \['head'\]"),
     ("skip_layers", [1], TypeError, "sequence of regular expressions"),
     ("skip_layers", 5, TypeError, "sequence of regular expressions"),
     ("skip_layers", None, TypeError, "sequence of regular expressions"),

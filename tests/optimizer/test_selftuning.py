@@ -635,9 +635,9 @@ def test_what_hides_the_calls_of_a_model_is_named() -> None:
         ({"least_damping": -1.0}, ValueError, "least_damping=-1.0"),
         ({"damping": float("inf")}, ValueError, "damping=inf: must be > 0 and finite"),
         ({"model_fraction": 1.5}, ValueError, "model_fraction=1.5: must be > 0 and at most 1"),
-        ({"lr": 0.1}, TypeError, "unexpected keyword argument 'lr'"),
-        ({"solver": InverseSolver()}, TypeError, "unexpected keyword argument 'solver'"),
-        ({"scaling": "unit"}, TypeError, "unexpected keyword argument 'scaling'"),
+        ({"lr": 0.1}, TypeError, "unexpected keyword argument 'lr': leave it out"),
+        ({"solver": InverseSolver()}, TypeError, "unexpected keyword argument 'solver': leave it out"),
+        ({"scaling": "unit"}, TypeError, "unexpected keyword argument 'scaling': leave it out"),
         ({"los_average": "batch"}, TypeError, "did you mean 'loss_average'"),
     ],
 )
