@@ -110,7 +110,7 @@ class growing:
 
     Args:
         fraction: The interval as a fraction of the step, >= 0. Default 0.1: every 100 steps at step 1000.
-        minimum: Smallest interval in steps, >= 1.
+        minimum: Smallest interval in steps, >= 1. Default 5.
         most_work: Upper bound, > 0, on the cost of a refresh relative to that of the training steps between two
             refreshes, both counted in multiply-adds (:mod:`~kfac_optim.refresh.pacing`). The interval is lengthened
             until the bound holds: with 1.0 a refresh costs at most as much as those steps. None (default): cost is

@@ -69,6 +69,10 @@ def memory_estimate(
         is frozen take nothing.
         The entries that an optimizer keeps to learn trust, as by default, are not counted: three numbers for each
         weight of a layer, or four if its base class keeps no first moment, or one that contains weight decay.
+
+    Raises:
+        TypeError: If a keyword is unknown or of the wrong kind.
+        ValueError: If a value is out of range, or the strategy does not fit the number of processes.
     """
     require_number("world_size", world_size, "an int >= 1", lambda n: is_int(n) and n >= 1)
     params = more.pop("params", None)
