@@ -17,11 +17,11 @@ from torch import Tensor
 
 from .common.tensor_cache import tensor_cache
 
-__all__ = ["Average", "FactorSpec", "copy_average_", "pack", "read", "unpack", "write_"]
+__all__ = ["ELSEWHERE", "Average", "FactorSpec", "copy_average_", "pack", "read", "unpack", "write_"]
 
 
 _INDEXED = 1024  # matrices of up to so many rows are packed by an index, which is kept for each size
-_ELSEWHERE = (
+ELSEWHERE = (
     "is on another rank (this is the part of one rank of a state that is shared out: save full_state_dict(), or the "
     "parts of all ranks by torch.distributed.checkpoint)"
 )
@@ -212,7 +212,7 @@ class FactorSpec:
         if not (isinstance(value, Tensor | None) and isinstance(weight, Tensor) and isinstance(trace, Tensor)):
             return "is missing"
         if value is None and kept:
-            return _ELSEWHERE
+            return ELSEWHERE
         if value is not None:
             shape = (self.matrices, self.packed_numel // self.matrices)
             if value.shape != shape:
@@ -227,7 +227,7 @@ class FactorSpec:
         if value is not None and kept and not bool(value.any()):
             # Torch's full_state_dict=True fills in what is not on this rank with the zeros of a fresh optimizer.
             least = torch.finfo(value.dtype).tiny * self.packed_numel  # less may round to 0
-            return _ELSEWHERE if float(trace) > least else ""
+            return ELSEWHERE if float(trace) > least else ""
         return ""
 
 

@@ -40,9 +40,10 @@ def factors(engine: Staged, layer: KroneckerLayer | str) -> tuple[Tensor, Tensor
         )
     current = block.factors("current")
     if not (current.kept(0) and current.kept(1)):
+        of_a, of_g = block.workers.inverse_workers
         raise RuntimeError(
-            f"the factors of {block.layer.name!r} are on ranks {block.workers.inverse_workers}: ask there, or take "
-            "them from the full_state_dict() of the optimizer, a collective"
+            f"the factors of {block.layer.name!r} are on ranks {of_a} (A) and {of_g} (G): ask there, or take them from "
+            "the full_state_dict() of the optimizer, which all ranks have to call"
         )
     return current.matrix(0), current.matrix(1)
 

@@ -13,11 +13,17 @@ from torch import Tensor, nn
 from ..bases.state_keys import PREFIX
 from ..blocks import Block
 from ..common.counters import Counter
+from ..factors import ELSEWHERE
 from ..snapshots import AG, LEARNED, SOURCES
 
 __all__ = ["check_counters", "check_states", "check_sums", "checksums"]
 
 _LAYERS = "checksum_layers"  # how many layers the checksums cover
+_CAUSES = (
+    ". It is damaged, of an earlier version, of another model, of an optimizer with other skip_layers or "
+    "max_factor_dim (whose default depends on the device), or of one that was built while other biases were frozen: "
+    "build the optimizer as it was then, or load another state"
+)
 _PRIME = 2**53 - 111  # by a power of two, squares of different sums too often leave the same remainder
 
 
@@ -46,12 +52,8 @@ def check_states(
             continue
         problem = _problem(block, states[weight], rank, pending=pending) if known else "has no Kronecker factors"
         if problem:
-            raise ValueError(
-                f"the state of {block.layer.name!r} {problem}. It is damaged, of an earlier version, of another model, "
-                "of an optimizer with other skip_layers or max_factor_dim (whose default depends on the device), or of "
-                "one that was built while other biases were frozen: build the optimizer as it was then, or load "
-                "another state"
-            )
+            causes = "" if problem.endswith(ELSEWHERE) else _CAUSES
+            raise ValueError(f"the state of {block.layer.name!r} {problem}{causes}")
 
 
 def _problem(block: Block, state: Any, rank: int, *, pending: bool) -> str:

@@ -237,7 +237,7 @@ def look(rank: int, world_size: int) -> dict[str, Any]:
 def test_reports_are_of_the_factors_that_are_here() -> None:
     both = run_ranks(2, look)
     for rank, found in enumerate(both):
-        assert "are on ranks" in found["said"] and "full_state_dict()" in found["said"]
+        assert "are on ranks" in found["said"] and "(G)" in found["said"] and "full_state_dict()" in found["said"]
         for owners, (name, layer) in zip(found["owners"], found["report"]["layers"].items(), strict=True):
             assert [layer[side] is not None for side in "AG"] == [owner == rank for owner in owners]
             assert layer["damping"] == both[0]["report"]["layers"][name]["damping"] > 0
@@ -412,7 +412,7 @@ def load_full_state_of_torch(rank: int, world_size: int) -> str:
 
 def test_a_part_that_torch_takes_for_the_whole_is_refused() -> None:
     for said in run_ranks(2, load_full_state_of_torch):
-        assert "is on another rank" in said and "full_state_dict()" in said, said
+        assert "is on another rank" in said and "full_state_dict()" in said and "damaged" not in said, said
 
 
 # Other layers, other ranks -------------------------------------------------------------------------------------------
