@@ -181,8 +181,9 @@ class Config:
     assignment: AssignmentStrategy = _fixed_option(
         "factor-wise",
         checks.instance(_ASSIGNMENTS, "assign"),
-        """Which ranks decompose which factors and precondition which layers: "layer-wise", "factor-wise", "kaisa", or
-        an object with ``assign(costs, world_size)``.""",
+        """Which ranks decompose which factors and precondition which layers: "layer-wise", "factor-wise", "kaisa" (with
+        a fraction of 1, which is the same as "factor-wise"; :class:`~kfac_optim.KAISA` takes others), or an object with
+        ``assign(costs, world_size)``.""",
         accepts="AssignmentStrategy | str",
     )
     communicator: Communicator | None = _fixed_option(
