@@ -148,6 +148,10 @@ class KFACMixin(_Optimizer):
 
         Returns:
             What the closure returned, or None.
+
+        Raises:
+            RuntimeError: If the model trains but none of its layers was seen, or the parameters are no longer the
+                model's; on all ranks, if they have diverged. The message says what to do.
         """
         loss = None
         if closure is not None:

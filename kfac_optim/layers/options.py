@@ -33,13 +33,14 @@ class LayerOptions:
     """The engine's options that decide what the layers of a model are; :class:`~kfac_optim.CurvatureEngine` has more.
 
     Attributes:
-        weight_sharing: "expand" or "reduce" over shared positions, or a function of a module's name and the module that
-            returns one of them.
-        batch_dim: The dimension of the examples in inputs with shared positions: 0, or 1 for sequence-first models.
-        max_factor_dim: The most rows of a factor, or of a block of it; "auto": it depends on the device of the weight;
-            None: all factors are whole.
-        skip_layers: Regular expressions; modules whose name contains a match have no layer.
-        trainable: The parameters that the optimizer updates; None: all.
+        weight_sharing: "expand" (default) or "reduce" over shared positions, or a function of a module's name and the
+            module that returns one of them.
+        batch_dim: The dimension of the examples in inputs with shared positions: 0 (default), or 1 for sequence-first
+            models.
+        max_factor_dim: The most rows of a factor, or of a block of it; "auto" (default): it depends on the device of
+            the weight; None: all factors are whole.
+        skip_layers: Regular expressions, none by default; modules whose name contains a match have no layer.
+        trainable: The parameters that the optimizer updates; None (default): all.
         own_shape: Returns the shape of what this rank computes with: that of a parameter, or of its shard.
     """
 
