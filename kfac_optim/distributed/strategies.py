@@ -202,9 +202,10 @@ class KAISA:
             if needed <= budget:
                 return assignment
             smallest = needed if smallest is None else min(smallest, needed)
+        ranks = "one rank" if world_size == 1 else f"{world_size} ranks"
         raise ValueError(
-            f"KAISA(memory_budget={self.memory_budget!r}): no fraction fits on {world_size} ranks; "
-            f"the smallest budget that works is {smallest} bytes"
+            f"KAISA(memory_budget={self.memory_budget!r}): no fraction fits on {ranks}; the smallest budget that works "
+            f"is {smallest} bytes"
         )
 
 
