@@ -26,7 +26,8 @@ __all__ = ["SampledBackward"]
 
 _REENTRANT = (
     "the sampled Fisher can't pass re-entrant activation checkpoints{}: use "
-    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or fisher='empirical'"
+    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or fisher='empirical' (in the place of KFAC another "
+    "optimizer of this package)"
 )
 
 
