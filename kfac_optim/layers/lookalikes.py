@@ -92,8 +92,8 @@ def lookalike(module: nn.Module) -> tuple[LayerFactory, str] | None:
 
 @functools.cache
 def _module_attributes() -> frozenset[str]:
-    """The attributes that every module has."""
-    return frozenset(vars(nn.Module()))
+    """The attributes that every module has, and the one that watched modules have (``capture/copies.py``)."""
+    return frozenset({*vars(nn.Module()), "__getstate__"})
 
 
 def _is_simple(module: nn.Module) -> bool:

@@ -294,6 +294,16 @@ def test_comparing_leaves_no_trace() -> None:
     assert [layer.name for layer in engine.layers] == ["0", "2"]
 
 
+def test_layers_that_are_watched_already_are_recognised_again() -> None:
+    """By another optimizer, and by the same one when it has got more parameters."""
+    model = nn.Sequential(nn.Linear(5, 6), LlamaRMSNorm(6), NanoGPTLayerNorm(6), nn.Linear(6, 4))
+    optimizer = KFACSGD(model[:3].parameters(), lr=0.1, model=model)
+    again = KFACSGD(model, lr=0.1)
+    assert [layer.name for layer in again.curvature.layers] == ["0", "1", "2", "3"]
+    optimizer.add_param_group({"params": list(model[3].parameters())})
+    assert [layer.name for layer in optimizer.curvature.layers] == ["0", "1", "2", "3"]
+
+
 def test_a_class_without_a_rule_is_named_with_its_module() -> None:
     engine = CurvatureEngine(nn.Sequential(nn.Linear(6, 6), GemmaRMSNorm(6)))
     (reason,) = {reason for _, reason in engine.stages.trained.uncovered.values()}
