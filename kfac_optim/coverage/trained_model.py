@@ -211,7 +211,8 @@ class TrainedModel:
     def warn_of_declined(self, before: Iterable[Block]) -> None:
         """Warns of layers that had a block before and are declined now, because their parameters were changed."""
         names = {block.layer.name for block in self.blocks}
-        left = [block.layer for block in before if block not in self.blocks and block.layer.weight in self.parameters]
+        lost = (block.layer for block in before if block not in self.blocks)
+        left = [layer for layer in lost if layer.weight in self.parameters and layer.weight.requires_grad]
         declined = {f"{x.name!r} ({type(x.modules[0]).__name__})" for x in left if x.name not in names}
         if declined:
             warn_user(
@@ -268,7 +269,8 @@ class TrainedModel:
                 "the model's weights have changed their shape since the optimizer was built, as under "
                 "FullyShardedDataParallel (FSDP1): shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"
             )
-        gone, there = stepping - own, {module for root in self.roots for module in root.modules()}
+        there = {module for root in self.roots for module in root.modules()}
+        gone = {p for p in stepping - own if p.requires_grad or p.grad is not None}  # no step moves the others
         layers = [block.layer for block in blocks if not there.isdisjoint(block.layer.modules)]  # still in the model
         lost = [layer.name for layer in layers if own and any(p in gone for p in layer.parameters)]
         if lost and any(hasattr(p, "_st_info") for p in gone):

@@ -159,6 +159,37 @@ def test_parameters_that_only_the_model_has_anew_are_an_error(change: Callable, 
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 
+class Adapted(nn.Module):
+    """As peft adapts attention: in each call the frozen layer computes with another weight, then gets a new one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.adapter = nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 6, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        frozen = self.base.weight.detach()
+        del self.base.weight
+        self.base.weight = frozen + 0.1 * self.adapter.weight.detach()
+        y = self.base(x)
+        del self.base.weight
+        self.base.weight = nn.Parameter(frozen, requires_grad=False)
+        return y + self.adapter(x)
+
+
+@pytest.mark.parametrize("cls", [KFACSGD, KFACAdam])
+def test_frozen_parameters_may_be_replaced(cls: type) -> None:
+    """As under torch's classes, which do not move them; the other layers go on."""
+    model = nn.Sequential(nn.Linear(4, 6), Adapted(), nn.Tanh(), nn.Linear(6, 3)).double()
+    frozen = copy.deepcopy(model[1].base)
+    optimizer = cls(model, lr=0.05, **OFTEN)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        losses = train(model, optimizer, range(40))
+    assert losses[-1] < losses[0]
+    assert set(optimizer.curvature.report()["layers"]) == {"0", "1.adapter", "3"}
+    assert torch.equal(model[1].base.weight, frozen.weight) and torch.equal(model[1].base.bias, frozen.bias)
+
+
 @pytest.mark.parametrize("cls", [KFACSGD, KFACAdam])
 def test_what_torch_swaps_stays_the_optimizers(cls: type) -> None:
     """Gradients, too, of which torch swaps none that anything refers to weakly."""
