@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters, temporarily_clear_interpreter_stack
 
 __all__ = [
     "Edge",
     "as_plain",
+    "beneath_transforms",
     "in_backward",
     "is_of_loss",
+    "is_transformed",
     "leaves_of",
     "nodes_behind",
     "nodes_reached",
+    "outside_jvp",
     "own_result",
     "when_gradient_arrives",
 ]
@@ -87,14 +93,31 @@ def as_plain(tensor: Tensor) -> Tensor:
         return Tensor.as_subclass(tensor, Tensor)
 
 
+def is_transformed(tensor: Tensor) -> bool:
+    """Whether a tensor belongs to a transform of ``torch.func`` in progress."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def beneath_transforms(tensor: Tensor) -> Tensor:
+    """The tensor that the transforms of ``torch.func`` have wrapped; under ``jvp`` that is the value."""
+    while is_transformed(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def outside_jvp() -> AbstractContextManager[Any] | None:
+    """Leaves ``torch.func.jvp`` for a ``with`` block; None if another transform is in progress."""
+    kinds = {interpreter.key() for interpreter in retrieve_all_functorch_interpreters()}
+    return temporarily_clear_interpreter_stack() if kinds == {TransformType.Jvp} else None
+
+
 def is_of_loss(g: Tensor) -> bool:
     """Whether a gradient may be that of the loss, rather than a derivative in it.
 
     ``create_graph=True`` enables gradients: this is a gradient penalty or a higher derivative. Nor is it one of several
     passes at once (``is_grads_batched=True``), or of a pass inside ``torch.func``.
     """
-    functorch = torch._C._functorch
-    is_wrapped = functorch.is_functorch_wrapped_tensor(g) or functorch.is_legacy_batchedtensor(g)
+    is_wrapped = is_transformed(g) or torch._C._functorch.is_legacy_batchedtensor(g)
     return not (torch.is_grad_enabled() or is_wrapped)
 
 

@@ -22,7 +22,15 @@ from ..common.stopwatch import Stopwatch
 from ..distributed import is_sharded, own_part
 from ..layers import AttentionLayer, KroneckerLayer, ProjectionCall
 from .attention import ProjectionTap, remove_taps, tap_of
-from .autograd import as_plain, in_backward, own_result, when_gradient_arrives
+from .autograd import (
+    as_plain,
+    beneath_transforms,
+    in_backward,
+    is_transformed,
+    outside_jvp,
+    own_result,
+    when_gradient_arrives,
+)
 from .calls import ModelCall, ModelCalls, input_of
 from .compiled import CompiledCalls, place_of
 from .fisher import Fisher
@@ -262,15 +270,31 @@ class Capture:
         self, index: int, use: int, a: Any, output: Any, projection: ProjectionCall | None = None
     ) -> Tensor | None:
         """Records a layer's call."""
+        if isinstance(output, Tensor) and is_transformed(output):
+            self._record_transformed(index, use, a, output, projection)
+            return None
         if not _needs_gradient(a, output):
             return None
         a = own_part(a)  # with tensor parallelism, this rank's part: all columns, or its own
         if self._recorder.wants(index, a, output, projection):
-            if torch._C._functorch.is_functorch_wrapped_tensor(output):
-                self._await_hidden(index, output)
-            else:
-                self._record_call(index, use, as_plain(a), output, projection)
+            self._record_call(index, use, as_plain(a), output, projection)
         return None
+
+    def _record_transformed(
+        self, index: int, use: int, a: Any, output: Tensor, projection: ProjectionCall | None
+    ) -> None:
+        """Records a call inside ``torch.func.jvp``, which gives values as ever, and their derivatives beside these.
+
+        Inside other transforms, only whether the loss's gradient passes through the call is watched.
+        """
+        value, outside = beneath_transforms(output), outside_jvp()
+        if outside is not None:
+            with outside:
+                self._record(index, use, beneath_transforms(a) if isinstance(a, Tensor) else a, value, projection)
+        elif _needs_gradient(a, output) and self._recorder.wants(index, a, output, projection):
+            self._passes.note_transform()
+            if value.requires_grad:
+                value.register_hook(functools.partial(self._passes.record_hidden_gradient, index))
 
     def _trace(self, place: Tensor, a: Any, output: Any, projection: ProjectionCall | None = None) -> Tensor | None:
         """As :meth:`_record`, in a graph that is being traced; returns what takes the place of the output."""
@@ -294,14 +318,6 @@ class Capture:
         else:
             take = functools.partial(self._passes.record_output_gradient, layer_call, call or self._calls.last)
             when_gradient_arrives(result, take)
-
-    def _await_hidden(self, index: int, output: Tensor) -> None:
-        """Watches whether the loss's gradient passes through a layer's call inside a transform of ``torch.func``."""
-        self._passes.note_transform()
-        while torch._C._functorch.is_functorch_wrapped_tensor(output):
-            output = torch._C._functorch.get_unwrapped(output)
-        if output.requires_grad:
-            output.register_hook(functools.partial(self._passes.record_hidden_gradient, index))
 
     # Attention ------------------------------------------------------------------------------------------------------
 

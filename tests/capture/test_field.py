@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, hessian, vmap
+from torch.func import functional_call, grad, hessian, jvp, vmap
 from torch.nn import functional as F
 
 from kfac_optim import KFACSGD, CurvatureEngine
-from tests.helpers.compare import assert_step_alike
+from tests.helpers.compare import assert_step_alike, twins
 from tests.helpers.settings import EXACT
 from tests.helpers.training import train
 
@@ -81,6 +81,36 @@ def per_example(model: nn.Module, x: Tensor, y: Tensor) -> None:
 def batched_forward(model: nn.Module, x: Tensor, y: Tensor) -> None:
     """An ordinary backward pass behind a forward under ``vmap``."""
     F.cross_entropy(vmap(model)(x), y).backward()
+
+
+class Images(nn.Module):
+    """A model with several kinds of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(2, 4, 3), nn.GroupNorm(2, 4)
+        self.attention, self.head = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.norm(self.conv(x).tanh()).mT
+        return self.head(self.attention(tokens, tokens, tokens)[0].mean(1))
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_jvp_gives_the_curvature_of_the_values(times: int) -> None:
+    """As losses of few-step generators (mean flows) have it, whose targets are made of the derivatives."""
+    model, plain = twins(Images)
+    first, second = KFACSGD(model, **OPTIONS), KFACSGD(plain, **OPTIONS)
+
+    def values(net: nn.Module) -> Callable[[Tensor], Tensor]:
+        return net if times == 1 else lambda x: jvp(net, (x,), (x,))[0]
+
+    for _ in range(3):
+        x, direction = torch.randn(2, 8, 2, 6)
+        value, derivative = jvp(values(model), (x,), (direction,))
+        losses = [(output - derivative.detach()).square().mean() for output in (value, plain(x))]
+        assert_step_alike((model, first, losses[0]), (plain, second, losses[1]))
+    assert len(first.curvature.report()["layers"]) == 5
 
 
 @pytest.mark.parametrize("transform", [whole_batch, per_example, batched_forward])
