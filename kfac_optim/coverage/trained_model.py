@@ -270,7 +270,8 @@ class TrainedModel:
                 "FullyShardedDataParallel (FSDP1): shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"
             )
         there = {module for root in self.roots for module in root.modules()}
-        gone = {p for p in stepping - own if p.requires_grad or p.grad is not None}  # no step moves the others
+        now = self._whereabouts.successors()
+        gone = {p for p in stepping - own if _trains(p) or _trains(now.get(p))}  # not those that stay frozen
         layers = [block.layer for block in blocks if not there.isdisjoint(block.layer.modules)]  # still in the model
         lost = [layer.name for layer in layers if own and any(p in gone for p in layer.parameters)]
         if lost and any(hasattr(p, "_st_info") for p in gone):
@@ -287,3 +288,8 @@ class TrainedModel:
                 "assignment. Build the optimizer after that, or put the new parameters in the place of the old ones in "
                 f"optimizer.param_groups{_RESHARD}"
             )
+
+
+def _trains(parameter: nn.Parameter | None) -> bool:
+    """Whether a step moves a parameter, if it is the optimizer's."""
+    return parameter is not None and (parameter.requires_grad or parameter.grad is not None)

@@ -146,8 +146,13 @@ def one_weight(model: nn.Module) -> None:
     model[0].weight = nn.Parameter(model[0].weight.detach().clone())
 
 
+def frozen_by_a_trained_one(model: nn.Module) -> None:
+    model[0].weight.requires_grad_(False)
+    one_weight(model)
+
+
 @pytest.mark.parametrize("steps", [0, 3])
-@pytest.mark.parametrize("change", [assigned, converted, normed, one_weight])
+@pytest.mark.parametrize("change", [assigned, converted, normed, one_weight, frozen_by_a_trained_one])
 def test_parameters_that_only_the_model_has_anew_are_an_error(change: Callable, steps: int) -> None:
     model = make()
     optimizer = KFACSGD(model, lr=0.05, **OFTEN)
