@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from ..common.stopwatch import Stopwatch
 from ..distributed import is_sharded, own_part
@@ -270,16 +271,19 @@ class Capture:
         self, index: int, use: int, a: Any, output: Any, projection: ProjectionCall | None = None
     ) -> Tensor | None:
         """Records a layer's call."""
-        if isinstance(output, Tensor) and is_transformed(output):
-            self._record_transformed(index, use, a, output, projection)
-            return None
         if not _needs_gradient(a, output):
+            if torch.is_grad_enabled() and isinstance(output, Tensor):  # inside jvp no tensor says that it needs one
+                self._record_transformed(index, use, a, output, projection)
             return None
         a = own_part(a)  # with tensor parallelism, this rank's part: all columns, or its own
         if self._recorder.wants(index, a, output, projection):
-            self._record_call(index, use, as_plain(a), output, projection)
+            if is_transformed(output):
+                self._record_transformed(index, use, a, output, projection)
+            else:
+                self._record_call(index, use, as_plain(a), output, projection)
         return None
 
+    @_disable_dynamo  # it does not know these functions
     def _record_transformed(
         self, index: int, use: int, a: Any, output: Tensor, projection: ProjectionCall | None
     ) -> None:
@@ -287,6 +291,8 @@ class Capture:
 
         Inside other transforms, only whether the loss's gradient passes through the call is watched.
         """
+        if not is_transformed(output):
+            return
         value, outside = beneath_transforms(output), outside_jvp()
         if outside is not None:
             with outside:
