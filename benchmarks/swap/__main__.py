@@ -16,7 +16,8 @@ A variant of the defaults is tried by ``--option``, once for each keyword, in te
 ``--option 'damping=OfLargest(0.03)' --option scaling='"graft"' --label largest --reuse
 benchmarks/results/swap/main.json`` runs the swap alone, beside the base runs of the first command.
 
-``--longer 10 --label longer`` gives every training ten times its steps.
+``--longer 10 --label longer`` gives every training ten times its steps. ``--lamb --label lamb`` trains by LAMB, at
+three rates each, what other classes train by default.
 
 How much of a difference is chance is told by ``--again --label again``: in the place of the swap the base class runs
 once more, from weights that a thousandth of noise has changed.
@@ -40,7 +41,7 @@ from benchmarks.common.settings import nearest
 from benchmarks.swap import report
 from benchmarks.swap.judging import Verdict
 from benchmarks.swap.training import Run, Training
-from benchmarks.swap.trainings import HALVES, TRAININGS
+from benchmarks.swap.trainings import HALVES, TRAININGS, UNDER_LAMB
 
 NUDGE = 1e-3  # the share by which the weights of a base that runs again are changed
 AGAIN = (f"the base again, weights changed by {NUDGE:g}",)  # in the place of the swap's options
@@ -83,10 +84,9 @@ def work(training: Training, seed: int, swap: tuple[str, ...], with_base: bool) 
     return lines
 
 
-def measure(output: Output, options: Any, names: Sequence[str]) -> None:
+def measure(output: Output, options: Any, given: Sequence[Training]) -> None:
     """Run what no file has; print the tables, write files and picture."""
     swap, seeds = AGAIN if options.again else tuple(options.option), options.seeds
-    given = [TRAININGS[name] for name in names]
     trainings = [replace(t, steps=options.longer * (12 if options.smoke else t.steps)) for t in given]
     known, found = Store([options.reuse] if options.reuse else []), Store([])
     with progress(len(trainings) * len(seeds), "swap", "pair", leave=False) as bar:
@@ -101,7 +101,7 @@ def measure(output: Output, options: Any, names: Sequence[str]) -> None:
     def runs(training: Training, of: Sequence[str] | None) -> list[Line]:
         return [found.runs[Store.key(identity(training, seed, of))] for seed in seeds]
 
-    verdicts = [Verdict(t.name, t.half, t.of_drop, runs(t, None), runs(t, swap)) for t in trainings]
+    verdicts = [Verdict(t, runs(t, None), runs(t, swap)) for t in trainings]
     text = report.tables(verdicts)
     head = {"options": swap, "summary": report.summaries(verdicts), "table": text.splitlines()}
     output.save_runs(options.label, head, found.runs.values())
@@ -120,6 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--half", choices=(*HALVES, "both"), default="both", help="which trainings (default: both)")
     add("--only", nargs="+", metavar="NAME", help=f"some trainings alone: {', '.join(TRAININGS)}")
     add("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N", help="(default: 0 1 2)")
+    add("--lamb", action="store_true", help="trainings of other classes by LAMB, NAME-small, NAME-usual and NAME-edge")
     add("--longer", type=int, default=1, metavar="N", help="times the steps of each training (default: 1)")
     add("--label", default="main", metavar="NAME", help="of the result files (default: main)")
     add("--reuse", type=Path, metavar="FILE", help="JSON of an earlier run whose base runs are taken over")
@@ -128,15 +129,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.again and options.option:
             raise ValueError("--again runs no swap, for which --option is meant")
         keywords(options.option)
-        chosen = [nearest("training", name, TRAININGS) for name in options.only or TRAININGS]
-        names = [name for name in chosen if options.half in ("both", TRAININGS[name].half)]
-        if not names:
-            raise ValueError(f"--half {options.half}: {', '.join(chosen)} belong to the other one")
+        known = UNDER_LAMB if options.lamb else TRAININGS
+        chosen = [known[nearest("training", name, known)] for name in options.only or known]
+        wanted = [training for training in chosen if options.half in ("both", training.half)]
+        if not wanted:
+            raise ValueError(f"--half {options.half}: {', '.join(options.only)} belong to the other one")
         if options.reuse and not options.reuse.exists():
             raise ValueError(f"--reuse {options.reuse}: no such file")
     except ValueError as error:
         command.error(str(error))
-    measure(output, options, names)
+    measure(output, options, wanted)
     return 0
 
 

@@ -6,9 +6,12 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.common.runs import Line
+
+if TYPE_CHECKING:
+    from benchmarks.swap.training import Training
 
 SHARES = (0.1, 0.25, 0.5, 1.0)  # of a run, where both are compared
 SLACK = 0.02  # the swap is behind if it is above the base by more than this share of the scale
@@ -108,9 +111,7 @@ class Pair:
 class Verdict:
     """Base and swap runs of one training, seed by seed."""
 
-    name: str
-    half: str
-    of_drop: bool
+    training: Training
     base: list[Line]
     swap: list[Line]
 
@@ -119,7 +120,9 @@ class Verdict:
             [mean(column) for column in zip(*(run["points"] for run in runs), strict=True)] for runs in (base, swap)
         ]
         held_out = [mean(run["held_out"] for run in runs) for runs in (base, swap)]
-        return Pair(points[0], points[1], mean(run["first"] for run in base), self.of_drop, held_out[0], held_out[1])
+        return Pair(
+            points[0], points[1], mean(run["first"] for run in base), self.training.of_drop, held_out[0], held_out[1]
+        )
 
     @property
     def mean(self) -> Pair:

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from benchmarks.common.reports import grid, table
 from benchmarks.common.runs import Line
 from benchmarks.swap.judging import SHARES, Verdict, summary
-from benchmarks.swap.trainings import HALVES, TRAININGS
+from benchmarks.swap.trainings import HALVES
 
 COLUMNS = 8  # panels beside one another
 BASE, SWAP, BEHIND = "0.45", "C0", "#d62728"
@@ -26,12 +26,12 @@ def percent(value: float) -> str:
 
 def row(verdict: Verdict) -> Line:
     """Return a line of the table: differences of the means over the seeds, "*" where the swap is behind."""
-    training, mean = TRAININGS[verdict.name], verdict.mean
+    training, mean = verdict.training, verdict.mean
     flagged = zip(SHARES, mean.differences, mean.behind, strict=True)
     seeds = [sum(pair.behind) for pair in verdict.seeds]
     held_out = mean.held_out_difference
     return {
-        "training": verdict.name,
+        "training": training.name,
         "optimizer": training.optimizer,
         "rate": training.rate,
         "schedule": training.course,
@@ -57,7 +57,7 @@ def tables(verdicts: Sequence[Verdict]) -> str:
         for run in (*verdict.base, *verdict.swap):
             if run["end"] != "finished":
                 side = "base" if run["run"]["swap"] is None else "swap"
-                parts.append(f"{verdict.name}, seed {run['run']['seed']}, {side}: {run['end']}")
+                parts.append(f"{verdict.training.name}, seed {run['run']['seed']}, {side}: {run['end']}")
     return "\n".join(parts)
 
 
@@ -78,7 +78,7 @@ def summaries(verdicts: Sequence[Verdict]) -> dict[str, dict[str, Any]]:
 
 def by_half(verdicts: Sequence[Verdict]) -> dict[str, Sequence[Verdict]]:
     """Return the verdicts of each half that was run."""
-    halves = {half: [verdict for verdict in verdicts if verdict.half == half] for half in HALVES}
+    halves = {half: [verdict for verdict in verdicts if verdict.training.half == half] for half in HALVES}
     return {half: found for half, found in halves.items() if found}
 
 
@@ -112,7 +112,7 @@ def picture(verdicts: Sequence[Verdict], title: str) -> Figure:
 
 def panel(axes: Any, verdict: Verdict) -> None:
     """Draw one training: means and range over the seeds, the points that are compared, how much longer it took."""
-    training, mean, bad = TRAININGS[verdict.name], verdict.mean, any(verdict.mean.behind)
+    training, mean, bad = verdict.training, verdict.mean, any(verdict.mean.behind)
     axes.set_axis_on()
     for runs, colour, label in ((verdict.base, BASE, "base"), (verdict.swap, SWAP, "swap")):
         steps, values = curves(runs)
@@ -127,7 +127,7 @@ def panel(axes: Any, verdict: Verdict) -> None:
     least, largest = (reach(np.concatenate(drawn)) for reach in (np.nanmin, np.nanmax))
     if least > 0 and largest > 10 * least:
         axes.set_yscale("log")
-    words = f"{verdict.name}\n{training.optimizer}, {training.rate}, time x {verdict.time_ratio:.1f}"
+    words = f"{training.name}\n{training.optimizer}, {training.rate}, time x {verdict.time_ratio:.1f}"
     axes.set_title(words, fontsize=8.5, color=BEHIND if bad else "black")
     axes.set_facecolor(TINT if bad else "white")
     axes.tick_params(labelsize=7, which="both")

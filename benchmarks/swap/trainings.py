@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from benchmarks.swap import control, generative, supervised
 from benchmarks.swap.training import Training
 
@@ -75,6 +77,21 @@ JUDGE = [
 ]  # fmt: skip
 
 TRAININGS: dict[str, Training] = {training.name: training for training in CHOOSE + JUDGE}
+
+LAMB_RATES = {"small": 0.003, "usual": 0.01, "edge": 0.03}  # for networks as small as these
+# All that another class trains, once more by LAMB; but for games and control, whose losses say little.
+UNDER_LAMB: dict[str, Training] = {
+    (name := f"{training.name}-{rate}"): replace(
+        training,
+        name=name,
+        optimizer="Lamb",
+        options={"lr": lr, "weight_decay": training.options.get("weight_decay", 0.0)},
+        rate=rate,
+    )
+    for training in CHOOSE + JUDGE
+    if training.optimizer != "Lamb" and training.name not in ("actor-critic", "deep-q", "gan")
+    for rate, lr in LAMB_RATES.items()
+}
 HALVES = {
     "choose": "the half that defaults are chosen by",
     "judge": "the half that is only looked at in the end",

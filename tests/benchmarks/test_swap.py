@@ -15,7 +15,7 @@ from benchmarks.swap import __main__ as swap
 from benchmarks.swap import control, times
 from benchmarks.swap.judging import SHARES, Pair, Verdict, is_behind, summary, thinned, window_before
 from benchmarks.swap.training import SWAPS, Run
-from benchmarks.swap.trainings import CHOOSE, HALVES, JUDGE, TRAININGS
+from benchmarks.swap.trainings import CHOOSE, HALVES, JUDGE, TRAININGS, UNDER_LAMB
 
 
 def steps(training, count, kfac=None, seed=0):
@@ -63,6 +63,16 @@ def test_the_halves_are_apart_and_alike():
         assert {t.optimizer for t in half} == set(SWAPS)
         assert {t.rate for t in half} == {"small", "usual", "edge"}
         assert {"cosine", "constant"} == {t.schedule for t in half} and any(t.warmup for t in half)
+
+
+def test_what_other_classes_train_is_trained_by_lamb_too():
+    assert len(UNDER_LAMB) == 3 * (sum(t.optimizer != "Lamb" for t in TRAININGS.values()) - 3) and {
+        *UNDER_LAMB
+    }.isdisjoint(TRAININGS)
+    training = UNDER_LAMB["resnet-edge"]
+    assert training.settings()["options"] == {"lr": 0.03, "weight_decay": 1e-4} and training.half == "judge"
+    run = Run(training, 0, {})
+    assert isinstance(run.optimizers[0], kfac_optim.KFACLAMB)
 
 
 @pytest.mark.parametrize("base", SWAPS)
@@ -132,7 +142,7 @@ def line(points, held_out, seconds, curve=()):
 def test_the_summary_counts_points_and_runs():
     base = [line([1.0, 1.0, 1.0, 1.0], 1.0, 1.0), line([1.0, 1.0, 1.0, 1.0], 1.0, 1.0)]
     other = [line([1.1, 0.9, 1.0, 0.4], 1.01, 2.0), line([1.1, 1.05, None, 0.6], 1.1, 4.0)]
-    figures = summary([Verdict("mlp", "choose", False, base, other)])
+    figures = summary([Verdict(TRAININGS["mlp"], base, other)])
     assert figures["behind"] == "2 / 4"  # the first; the third, of which a seed is missing
     assert figures["behind, single seeds"] == "4 / 8"
     assert figures["lower at the end"] == "2 / 2"
@@ -145,7 +155,7 @@ def test_the_summary_counts_points_and_runs():
 def test_the_final_loss_of_a_half_in_which_a_swap_fails_is_not_that_of_the_others():
     base = line([1.0, 1.0, 1.0, 1.0], 1.0, 1.0)
     good, failed = line([1.0, 1.0, 1.0, 0.5], 1.0, 1.0), line([1.0, None, None, None], None, 1.0)
-    verdicts = [Verdict("mlp", "choose", False, [base], [swap]) for swap in (good, failed)]
+    verdicts = [Verdict(TRAININGS["mlp"], [base], [swap]) for swap in (good, failed)]
     assert summary(verdicts[:1])["final loss"] == pytest.approx(0.5) and summary(verdicts)["final loss"] is None
 
 
@@ -154,7 +164,7 @@ def test_the_swap_is_there_when_a_mean_over_the_window_is():
     base = line([4.0, 3.0, 2.0, 1.0], 1.0, 1.0)
     curve = [(step, 0.5 if step == 20 else 3.0 if step <= 40 else 0.9) for step in range(4, 101, 4)]
     swap = line([4.0, 3.0, 0.9, 0.9], 1.0, 1.5, curve)
-    figures = summary([Verdict("mlp", "choose", False, [base], [swap])])
+    figures = summary([Verdict(TRAININGS["mlp"], [base], [swap])])
     assert (figures["steps"], figures["sooner"]) == (pytest.approx(0.52), "1 / 1")
     assert figures["seconds"] == pytest.approx(0.78)
 
