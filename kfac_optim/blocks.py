@@ -133,8 +133,9 @@ class Block:
     @property
     def reach(self) -> float:
         """The learned share of the stretch along flat directions that its steps get (:mod:`~.reach`)."""
-        reach = float(self.learned("reach"))
-        return min(reach, START_REACH) if self.is_constrained else reach
+        numbers: Any = self.state.get("current", UNLEARNED)  # asked for once, as each layer is in each step
+        reach = float(numbers["reach"])
+        return min(reach, START_REACH) if numbers["changes"] == CONSTRAINED else reach
 
     @property
     def is_constrained(self) -> bool:
