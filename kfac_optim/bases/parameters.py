@@ -57,10 +57,6 @@ class Rule:
         """Whether updates grow with the gradient: not those that are made from a moment, as Adam makes them."""
         return self.moment_key not in state
 
-    def fixes_lengths(self) -> bool:
-        """Whether how long an update is does not depend on the gradients."""
-        return False
-
     def weight_of_gradients(self, m: Member) -> float:
         """The sum of the weights of all gradients in the update."""
         return 1.0

@@ -187,10 +187,6 @@ class AdamaxRule(AdamRule):
 class LambRule(Rule):
     """LAMB adds decay to the update, before it multiplies by the trust ratio."""
 
-    def fixes_lengths(self) -> bool:
-        """The trust ratio makes each update as long as its weights, times the learning rate."""
-        return not self.optimizer.adam  # type: ignore[attr-defined]
-
     def less_decay(self, bucket: Bucket, before: Tensors, moments: Tensors) -> Tensors:
         group, lamb = bucket[0].group, self.optimizer
         assert isinstance(lamb, torch_optimizer.Lamb)

@@ -59,7 +59,6 @@ class Lessons:
         average: The alignment of the gradients with the average kept where the base has no first moment.
         length: The length of the base optimizer's last update, if directions were computed for it.
         grows: Whether updates grow with the gradient (:meth:`.Rule.updates_grow`).
-        fixed: Whether their lengths do not depend on it (:meth:`.Rule.fixes_lengths`).
         stretched: What the gradients say about stretches.
         edits: Which weights were changed since the last step (:meth:`.WeightWatch.edits`).
     """
@@ -69,7 +68,6 @@ class Lessons:
     average: Scalar | None
     length: Tensor | None
     grows: bool
-    fixed: bool
     stretched: Stretched
     edits: Tensor | Sequence[float]
 
@@ -139,7 +137,6 @@ def lessons_of(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], watc
         largest=_largest_of([m.gradient for m in members], copies),  # after the others, which make the copies
         length=records.last_length(optimizer),
         grows=all(m.rule.updates_grow(m.state) for m in members),
-        fixed=bool(members) and members[0].rule.fixes_lengths(),
         edits=watch.edits(),
     )
 

@@ -23,10 +23,6 @@ the stretch was more than twice as long as the best one: it has met a wall, and 
 has fallen, it falls as much at slopes above 2, which are just as far from 1/2, and mostly noise. Where single gradients
 say so little, steps along flat directions should be short.
 
-Where gradients are mostly noise, noise averages out in first moments, and with these most base classes' updates and
-their stretches become shorter. LAMB's do not: its trust ratio makes an update as long as the weights, times the rate.
-So there a reach falls more readily: by a third at least, and by more at slopes below -0.3 and above 1.3.
-
 Before its first fall, a reach is only known to be too small, and the less the slope has changed, the further it may be
 from where the loss ceases to fall. So until then it rises by more where the slope is above a half, by four tenths where
 it is 1 (TCP finds its rate in the same way, by a slow start that the first loss of a packet ends). It does not while
@@ -55,10 +51,7 @@ __all__ = ["LEAST_REACH", "RateHistory", "learn_reaches", "lower_reaches", "stre
 LEAST_REACH, _MOST = 3e-4, 3.0  # at the least reach a stretch is too small to notice
 _GROWTH = 1.1  # in a step, reach is multiplied by this factor or divided by it
 _FIRST_GROWTH = 1.4  # what it is multiplied by where the slope has not changed, before its first fall
-_FALL = 30.0  # what reach is divided by at the most
-# How far below 0, or after the first fall above 1, a slope is where a reach falls by more than the least; and the least
-# that it is then divided by, where the lengths of the base's updates do not depend on the gradients.
-_WALL, _WALL_OF_FIXED, _FALL_OF_FIXED = 1.0, 0.3, 1.5
+_FALL = 30.0  # at a slope below -1 or above 2, reach is divided by more than _GROWTH, up to this
 _JUMP = 2.0  # a rate that rises by more than this factor from one step to the next has jumped: this is no warm-up
 
 
@@ -68,7 +61,6 @@ def learn_reaches(
     undone: Set[nn.Parameter] = frozenset(),
     *,
     warms_up: bool = False,
-    fixed: bool = False,
 ) -> set[nn.Parameter]:
     """Moves the reach of each layer.
 
@@ -79,7 +71,6 @@ def learn_reaches(
         undone: The parameters of layers whose last stretch the training loop may have undone. Nothing is learned from
             these stretches, except that a constrained layer still learns, up to its start value.
         warms_up: Whether the learning rate rises.
-        fixed: Whether the lengths of the base's updates do not depend on the gradients.
 
     Returns:
         The parameters of layers whose stretch was too long, so that the loss no longer falls along it.
@@ -92,7 +83,7 @@ def learn_reaches(
             after, before = after + of_p[0], before + of_p[1]
         if before > 0 and (not undone or block.is_constrained or undone.isdisjoint(block.layer.parameters)):
             slope, fell = after / before, block.learned("fell")
-            reach = _moved(block.reach, slope, fell=fell, warms_up=warms_up, fixed=fixed)
+            reach = _moved(block.reach, slope, fell=fell, warms_up=warms_up)
             block.set_learned(reach=reach, fell=fell or not slope > 0)
             too_long.update(() if after > 0 else block.layer.parameters)  # also if ``after`` is NaN
     return too_long
@@ -130,7 +121,7 @@ class RateHistory(Counted):
         return rate / last if rate > last * (1.0 if self.fell else _JUMP) else 1.0
 
 
-def _moved(reach: float, slope: float, *, fell: bool, warms_up: bool, fixed: bool) -> float:
+def _moved(reach: float, slope: float, *, fell: bool, warms_up: bool) -> float:
     """The next reach.
 
     Args:
@@ -138,15 +129,13 @@ def _moved(reach: float, slope: float, *, fell: bool, warms_up: bool, fixed: boo
         slope: The loss's slope along the last stretch, divided by that before the step.
         fell: Whether the loss has ever ceased to fall along a stretch.
         warms_up: Whether the learning rate rises.
-        fixed: Whether the lengths of the base's updates do not depend on the gradients.
     """
-    wall, least_fall = (_WALL_OF_FIXED, _FALL_OF_FIXED) if fixed else (_WALL, _GROWTH)
-    excess = max(-slope, slope - 1) / wall  # above 1 outside of -wall to 1 + wall
+    excess = max(-slope, slope - 1)  # above 1 outside of -1 to 2
     if slope > 0 and not (fell and excess > 1):
         unchanged = 0.0 if fell or warms_up else min(1.0, max(0.0, 2 * slope - 1))
         return min(_MOST, reach * _GROWTH * (_FIRST_GROWTH / _GROWTH) ** unchanged)
-    fall = least_fall * max(1.0, min(excess, _FALL) ** 2) if math.isfinite(slope) else _FALL
-    return max(LEAST_REACH, reach / min(fall, _FALL))
+    fall = max(1.0, min(min(excess, _FALL) ** 2, _FALL / _GROWTH)) if math.isfinite(slope) else _FALL / _GROWTH
+    return max(LEAST_REACH, reach / (_GROWTH * fall))
 
 
 def stretches(stacked: Stacked, out: Matrices | None = None) -> Matrices:

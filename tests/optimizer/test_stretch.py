@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_optim import KFACLAMB, KFACSGD, EigenSolver, Graft, InverseSolver, KFACAdam, KFACAdamW, OfLargest, OfMean
+from kfac_optim import KFACSGD, EigenSolver, Graft, InverseSolver, KFACAdam, KFACAdamW, OfLargest, OfMean
 from kfac_optim.bases import buckets_of
 from kfac_optim.common import machines
 from kfac_optim.steering import brake, graft, inner_products, lessons_of, opponents, plan, reach, trust
@@ -327,41 +327,6 @@ def test_after_its_first_fall_reach_falls_where_a_slope_is_noise() -> None:
         block.set_learned(reach=0.1)
         too_long = reach.learn_reaches([block], {weight: (slope, 1.0)})
         assert (block.reach, bool(too_long)) == (pytest.approx(0.1 * expected), slope <= 0)
-
-
-def test_reach_falls_more_readily_where_updates_have_a_length_of_their_own() -> None:
-    """As LAMB's have, whose trust ratio leaves noise as long as it leaves anything else."""
-    optimizer, weight = stepped()
-    block = optimizer.curvature.stages.blocks[1]
-    for slope, expected in [
-        (-0.1, 1 / 1.5),
-        (-0.3, 1 / 1.5),
-        (-0.6, 1 / (1.5 * 4)),
-        (-3.0, 1 / 30),
-        (0.1, 1.1),
-        (1.25, 1.1),
-        (1.6, 1 / (1.5 * 4)),
-        (math.nan, 1 / 30),
-    ]:
-        block.set_learned(reach=0.1)
-        reach.learn_reaches([block], {weight: (slope, 1.0)}, fixed=True)
-        assert block.reach == pytest.approx(0.1 * expected)
-
-
-@pytest.mark.parametrize(
-    ("kfac", "options", "fixed"), [(KFACLAMB, {}, True), (KFACLAMB, {"adam": True}, False), (KFACAdam, {}, False)]
-)
-def test_lamb_s_updates_have_a_length_of_their_own(
-    kfac: Any, options: dict[str, Any], fixed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = []
-    monkeypatch.setattr(plan, "learn_reaches", lambda *_, fixed, **__: told.append(fixed) or set())
-    model = net()
-    optimizer = kfac(model, lr=0.01, **options)
-    for _ in range(3):
-        backward(model, data(), loss)
-        optimizer.step()
-    assert told == [fixed] * 3
 
 
 def test_before_its_first_fall_reach_rises_faster_where_the_slope_has_hardly_changed() -> None:
