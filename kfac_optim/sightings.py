@@ -21,13 +21,13 @@ _NONE_SEEN = (
     "rather than their forward methods or copies of them (as the library higher does), and call them and the backward "
     "pass outside of torch.func.grad and vmap (torchjd: parallel_chunk_size=1); a sampled fisher and KFAC see nothing "
     "inside torch.func.jvp, either. If the model is compiled, build the optimizer before the first call of a compiled "
-    "model, or call torch._dynamo.reset(). What torch.jit has traced or "
-    "torch.export has exported calls no hooks: train the model that it was traced from. A pass with create_graph=True "
-    "is taken for a derivative in the loss and does not count: take second derivatives by torch.autograd.grad(..., "
-    "create_graph=True) beside an ordinary backward(), or use the base class. The output_fn of a sampled fisher has "
-    "to return the very tensor that the loss is computed from. Name layers whose weights are used without calling "
-    "them (fake quantization) in skip_layers. Gradients that no backward pass has made (a formula, evolution "
-    "strategies, the averages of a server) have no curvature: use the base class itself for these"
+    "model, or call torch._dynamo.reset(). What torch.jit has traced or torch.export has exported calls no hooks: "
+    "train the model that it was traced from. A pass with create_graph=True is taken for a derivative in the loss and "
+    "does not count: take second derivatives by torch.autograd.grad(..., create_graph=True) beside an ordinary "
+    "backward(), or use the base class. The output_fn of a sampled fisher has to return the very tensor that the loss "
+    "is computed from. Name layers whose weights are used without calling them (fake quantization) in skip_layers. "
+    "Gradients that no backward pass has made (a formula, evolution strategies, the averages of a server) have no "
+    "curvature: use the base class itself for these"
 )
 
 

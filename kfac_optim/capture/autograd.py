@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType
-from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters, temporarily_clear_interpreter_stack
+from torch._functorch import pyfunctorch
 
 __all__ = [
     "Edge",
@@ -107,8 +106,9 @@ def beneath_transforms(tensor: Tensor) -> Tensor:
 
 def outside_jvp() -> AbstractContextManager[Any] | None:
     """Leaves ``torch.func.jvp`` for a ``with`` block; None if another transform is in progress."""
-    kinds = {interpreter.key() for interpreter in retrieve_all_functorch_interpreters()}
-    return temporarily_clear_interpreter_stack() if kinds == {TransformType.Jvp} else None
+    kinds = {interpreter.key() for interpreter in pyfunctorch.retrieve_all_functorch_interpreters()}
+    only_jvp = kinds == {torch._C._functorch.TransformType.Jvp}
+    return pyfunctorch.temporarily_clear_interpreter_stack() if only_jvp else None
 
 
 def is_of_loss(g: Tensor) -> bool:

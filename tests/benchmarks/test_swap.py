@@ -65,14 +65,16 @@ def test_the_halves_are_apart_and_alike():
         assert {"cosine", "constant"} == {t.schedule for t in half} and any(t.warmup for t in half)
 
 
-def test_what_other_classes_train_is_trained_by_lamb_too():
-    assert len(UNDER_LAMB) == 3 * (sum(t.optimizer != "Lamb" for t in TRAININGS.values()) - 3) and {
-        *UNDER_LAMB
-    }.isdisjoint(TRAININGS)
+def test_what_other_classes_train_is_trained_by_lamb_too(tmp_path):
+    others = [training for training in TRAININGS.values() if training.optimizer != "Lamb"]
+    assert len(UNDER_LAMB) == 3 * (len(others) - 3) and {*UNDER_LAMB}.isdisjoint(TRAININGS)
     training = UNDER_LAMB["resnet-edge"]
     assert training.settings()["options"] == {"lr": 0.03, "weight_decay": 1e-4} and training.half == "judge"
-    run = Run(training, 0, {})
-    assert isinstance(run.optimizers[0], kfac_optim.KFACLAMB)
+    assert isinstance(Run(training, 0, {}).optimizers[0], kfac_optim.KFACLAMB)
+    words = ["--lamb", "--only", "mlp-edge", "--seeds", "0", "--smoke", "--label", "lamb", "--out", str(tmp_path)]
+    assert swap.main(words) == 0
+    base, swapped = json.loads((tmp_path / "lamb.json").read_text())["runs"]
+    assert base["run"]["optimizer"] == "Lamb" and base["points"] != swapped["points"]
 
 
 @pytest.mark.parametrize("base", SWAPS)
