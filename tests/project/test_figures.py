@@ -29,7 +29,10 @@ ROWS = [
     (SWAP, "seeds 3 to 5, half only evaluated", "more-seeds", "judge", COLUMNS),
     (SWAP, "ten times the steps, half that chose", "longer", "choose", OF_ONE_SEED),
     (SWAP, "ten times the steps, half only evaluated", "longer", "judge", OF_ONE_SEED),
+    (SWAP, "three rates each, half that chose", "lamb", "choose", OF_ONE_SEED),
+    (SWAP, "three rates each, half only evaluated", "lamb", "judge", OF_ONE_SEED),
     (SWAP, "the base again, from slightly other weights, both", "again", "both", COLUMNS),
+    (SWAP, "the base again by LAMB, both", "lamb-again", "both", OF_ONE_SEED),
 ]
 
 # The first cell of a row of the table of times: the training that it has.
