@@ -341,3 +341,45 @@ def test_steps_to_the_target_and_their_times_are_those_of_the_files(column: int,
             assert steps == files[name]["steps"].replace("-", "not reached"), name
             assert says(held_out, files[name]["held out"]), name
             assert says(time.removesuffix(" ms"), str(1000 * float(files[name]["s/step"]))), name
+
+
+SIDE_BY_SIDE = {  # By row of docs/results/peers: a column of the files, and whether the peer is told after ours.
+    "seconds for as many steps": ("time", False),
+    "training loss at the end; peer": ("loss", True),
+    "at the peer's seconds": ("loss at peer's time", False),
+    "at the peer's last loss, to stay": ("peer's loss after", False),
+    "at the target; peer": ("target after", True),
+    "held out at the end; peer": ("held out", True),
+}
+
+
+def side_by_side(name: str) -> dict[str, dict[str, list[str]]]:
+    """The table of a file of ``benchmarks.convergence.seconds``: by contender and column, three seeds and the median.
+
+    The peer is the last contender.
+    """
+    path = ROOT / "benchmarks" / "results" / "convergence" / f"seconds-{name}.json"
+    head, _, *lines = json.loads(path.read_text(encoding="utf-8"))["table"][2:]
+    titles = [*re.finditer(r"\S+( \S+)*", head)][1:]  # cells are aligned with their ends
+    found: dict[str, dict[str, list[str]]] = {}
+    for line in lines:
+        contender = re.split(" {2,}", line)[0]
+        for before, title in zip(titles, titles[1:], strict=False):
+            cell = line[before.end() : title.end()].strip()
+            found.setdefault(contender, {}).setdefault(title[0], []).append(cell)
+    peer = next(iter(found))
+    return {contender: of for contender, of in found.items() if "shorter" not in contender} | {peer: found.pop(peer)}
+
+
+@pytest.mark.parametrize(("column", "name"), list(enumerate(("digits", "text", "text-64", "curves"))))
+def test_figures_of_runs_side_by_side_are_those_of_the_files(column: int, name: str) -> None:
+    peer, *ours = side_by_side(name).values()
+    page = (ROOT / "docs" / "results" / "peers.rst").read_text(encoding="utf-8")
+    for label, (title, tells_peer) in SIDE_BY_SIDE.items():
+        cell = page.partition(f"   * - {label}\n")[2].splitlines()[column]
+        cell = re.sub(r"; peer [\d., ]+|\d+( %)?: |[a-zA-Z`*]+|^ +- +", "", cell)
+        for figures, of in zip(cell.split("; "), [*ours, peer][: len(ours) + tells_peer], strict=True):
+            median, *seeds = re.findall(r"[\d.]+", figures)
+            *of_seeds, of_median = of[title]
+            assert says(median, of_median), (label, figures)
+            assert not seeds or all(map(says, seeds, of_seeds)), (label, figures)
