@@ -34,8 +34,6 @@ from .factors import Average, FactorSpec, read, write_
 from .placement import Ranks
 from .snapshots import AG
 
-__all__ = ["Averaging", "Unpooled", "fold_", "traces"]
-
 
 class Averaging(Counted):
     """Collects the moments that this rank captures, and adds those of all ranks to the running averages.

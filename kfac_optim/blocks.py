@@ -27,8 +27,6 @@ from .snapshots import (
 from .solvers import Sides
 from .spectra import eigenvalues
 
-__all__ = ["UNSEEN_STEPS", "Block"]
-
 # After this many statistics steps in a row with gradients the user is told of a layer that was not seen; if no layer
 # was seen, an error ends training.
 UNSEEN_STEPS = 3

@@ -31,19 +31,6 @@ from .scaling import Graft, KLClip, Orthogonal, Scaling, Unit, traits_of
 from .schedules import OWN_SCHEDULES, Schedule, forgetting
 from .solvers import EigenSolver, InverseSolver, Solver, damps_factors
 
-__all__ = [
-    "CHANGEABLE",
-    "Config",
-    "checked",
-    "compared",
-    "describe",
-    "engine_options",
-    "refuse_in_groups",
-    "refuse_unknown",
-    "signature",
-]
-
-
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SOLVERS = {"eigen": EigenSolver(), "inverse": InverseSolver()}
 _SCALINGS = {"kl_clip": KLClip(), "unit": Unit(), "orthogonal": Orthogonal(), "graft": Graft(), None: None}

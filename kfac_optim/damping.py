@@ -18,20 +18,6 @@ from torch import Tensor
 from .common.checks import is_number, is_positive, require_schedule
 from .schedules import Schedule, positive_at
 
-__all__ = [
-    "Damping",
-    "OfLargest",
-    "OfMean",
-    "Spectra",
-    "as_damping",
-    "check_damping",
-    "is_of_largest",
-    "kind_of",
-    "split",
-    "unit_of",
-    "value_of",
-]
-
 
 class Spectra(Protocol):
     """The eigenvalues that a damping may be relative to, for the Kronecker pairs of one layer."""

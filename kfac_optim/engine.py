@@ -44,8 +44,6 @@ from .stacks import Directions, StepVectors, by_parameter
 from .stages import Stages
 from .steering import Lessons, Readings
 
-__all__ = ["CurvatureEngine"]
-
 
 class CurvatureEngine(Config):
     __doc__ = f"""Everything about curvature for one model; ``optimizer.curvature`` of the optimizers of this package.

@@ -17,9 +17,6 @@ from torch import Tensor
 
 from .common.tensor_cache import tensor_cache
 
-__all__ = ["ELSEWHERE", "Average", "FactorSpec", "copy_average_", "pack", "read", "unpack", "write_"]
-
-
 _INDEXED = 1024  # matrices of up to so many rows are packed by an index, which is kept for each size
 ELSEWHERE = (
     "is on another rank (this is the part of one rank of a state that is shared out: save full_state_dict(), or the "

@@ -31,8 +31,6 @@ from .stacks import by_parameter
 from .steering import lessons_of
 from .turning import take_turned_step
 
-__all__ = ["KFACLAMB", "KFACSGD", "KFACAdam", "KFACAdamW", "KFACMixin"]
-
 # Defaults of the optimizers, chosen on one half of benchmarks.swap and judged on the other (benchmarks/results/swap).
 # None of them depends on the scale of the loss. An engine without an optimizer has the paper's defaults.
 _DEFAULTS: dict[str, Any] = {

@@ -29,8 +29,6 @@ from .stacks import (
     stacks_of,
 )
 
-__all__ = ["Preconditioner"]
-
 
 class Preconditioner:
     """Preconditions and scales moments.

@@ -20,8 +20,6 @@ from .common.checks import is_positive, require_number, require_schedule
 from .schedules import Schedule, positive_at
 from .stacks import Direction, Stacked, ratio
 
-__all__ = ["Graft", "KLClip", "Orthogonal", "Scaling", "Traits", "Unit", "scaled_by", "traits_of"]
-
 
 class Scaling(Protocol):
     """Anything with this method can be passed as ``scaling=``.

@@ -19,20 +19,6 @@ from typing import Any, TypeVar, Union
 from .common.checks import is_int, is_number, is_positive, require_number, require_schedule
 from .common.counters import Counted, counter
 
-__all__ = [
-    "OWN_SCHEDULES",
-    "Progress",
-    "Schedule",
-    "constant_then_scaled",
-    "due",
-    "exponential_decay",
-    "forgetting",
-    "growing",
-    "inverse_time_decay",
-    "positive_at",
-    "value_at",
-]
-
 _LASTING = 10  # intervals that have grown to their maximum are at least so many times what a refresh costs
 
 Number = TypeVar("Number", int, float)

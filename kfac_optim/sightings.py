@@ -13,8 +13,6 @@ from .blocks import UNSEEN_STEPS, Block
 from .capture import StepMoments, TakenStatistics
 from .common.user_warning import warn_user
 
-__all__ = ["Sightings"]
-
 _NONE_SEEN = (
     "the model has gradients, but none of its layers was seen in a forward and backward pass since the last "
     "zero_grad(). Build the optimizer before the forward pass whose gradients it is to take, call the model's modules "

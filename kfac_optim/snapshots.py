@@ -16,20 +16,6 @@ from .layers import KroneckerLayer
 from .solvers import Shifting
 from .spectra import largest_eigenvalue
 
-__all__ = [
-    "AG",
-    "CONSTRAINED",
-    "LEARNED",
-    "SOURCES",
-    "START_REACH",
-    "UNLEARNED",
-    "Factors",
-    "KnownSpectra",
-    "Snapshot",
-    "Source",
-    "State",
-]
-
 FactorName = Literal["A", "G"]
 AG: tuple[FactorName, FactorName] = ("A", "G")  # by side
 Source = Literal["current", "in_use", "pending"]

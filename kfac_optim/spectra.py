@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["eigenvalues", "largest_eigenvalue"]
-
 _EXACT_DIM = 64  # up to this dimension all eigenvalues are computed to find the largest
 _LANCZOS_STEPS = 32
 _ROUNDINGS = 100  # the iteration has converged when the remainder is below this many rounding errors

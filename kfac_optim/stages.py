@@ -30,8 +30,6 @@ from .schedules import Progress, due
 from .sightings import Sightings
 from .steering import Plan, Steering
 
-__all__ = ["Staged", "Stages"]
-
 _FEW = 16  # how many weights of a layer are compared before the first step
 
 

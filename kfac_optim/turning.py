@@ -23,8 +23,6 @@ from .engine import CurvatureEngine
 from .stacks import Directions, Maker
 from .steering import Compared, Plan, alignments, changes_at, compares_weights, grafted, stretches, turns
 
-__all__ = ["take_turned_step"]
-
 # For some members of each bucket, what to subtract from each of them, per unit of the learning rate.
 Changes = list[tuple[Bucket, list[Tensor]]]
 

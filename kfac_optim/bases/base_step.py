@@ -22,8 +22,6 @@ from ..common.flat_storage import Tensors
 from ..distributed import any_sharded, summed_over_shards
 from .parameters import Bucket
 
-__all__ = ["refuse_base", "refuse_order", "take_apart", "update_length"]
-
 
 def refuse_base(cls: type, step: Callable[..., Any]) -> None:
     """Raises TypeError if K-FAC can't be put in front of the base class of an optimizer.

@@ -20,8 +20,6 @@ from .parameters import Bucket, Member
 from .rules import SGDRule
 from .state_keys import GRADIENT_WEIGHT, MOMENT
 
-__all__ = ["gradient_weight_tracked", "keep_averages"]
-
 
 def keep_averages(buckets: Sequence[Bucket], decay: float | None) -> None:
     """Updates the averages of gradients in the optimizer's state, after a step of the base class.

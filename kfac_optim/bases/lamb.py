@@ -12,8 +12,6 @@ from torch import Tensor
 
 from ..distributed import gathered, is_sharded, mesh_of
 
-__all__ = ["MultiTensorLamb", "debiasing"]
-
 
 class MultiTensorLamb(torch_optimizer.Lamb):
     """The update of ``torch_optimizer.Lamb`` for all parameters of a group at once, with the same options and state."""

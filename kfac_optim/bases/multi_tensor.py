@@ -10,8 +10,6 @@ from ..common.machines import is_asynchronous
 from ..common.rates import Scalar
 from ..distributed import is_sharded
 
-__all__ = ["subtract_", "subtract_multiples_"]
-
 
 def subtract_(params: list[Tensor], changes: Tensors, lr: Scalar) -> None:
     """Subtracts ``lr`` times the changes, laid out as the parameters are, from parameters of one type and device."""

@@ -13,8 +13,6 @@ from ..common.flat_storage import Tensors
 from ..common.rates import Scalar, rate_of
 from .state_keys import MOMENT
 
-__all__ = ["Bucket", "Member", "Rule", "gradients_of"]
-
 
 class Rule:
     """What a base class does with gradients; this one is for classes of which nothing else is known.

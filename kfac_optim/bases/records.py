@@ -31,8 +31,6 @@ from .parameters import Bucket
 from .rules import rule_of
 from .state_keys import MOMENT, PREFIX, is_of_base, kept_states
 
-__all__ = ["forget", "having", "last_length", "record", "recorded", "saved_form", "take_saved_form"]
-
 TURN, CHANGE, LENGTH, STRETCH, DESCENT = (PREFIX + name for name in ("turn", "change", "length", "stretch", "descent"))
 OF_STEP = (TURN, CHANGE, LENGTH, STRETCH, DESCENT)
 RECORDED = (*OF_STEP, MOMENT)

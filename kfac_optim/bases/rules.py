@@ -23,8 +23,6 @@ from .lamb import debiasing
 from .parameters import Bucket, Member, Rule
 from .state_keys import GRADIENT_WEIGHT, MOMENT
 
-__all__ = ["AdamRule", "SGDRule", "bias_correction", "buckets_of", "rule_of"]
-
 
 class SGDRule(Rule):
     """Its first moment, the momentum buffer, is a sum of gradients, not an average; its update is the first moment."""

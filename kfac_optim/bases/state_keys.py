@@ -16,19 +16,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "LAYER_STATE",
-    "GRADIENT_WEIGHT",
-    "LAST_UPDATE",
-    "MOMENT",
-    "PREFIX",
-    "is_of_base",
-    "kept_states",
-    "set_aside",
-    "take_out_layers",
-    "without_counters",
-]
-
 PREFIX = "kfac_"  # of the keys of all entries but LAYER_STATE, and of the engine's numbers in every parameter group
 
 # An entry of a layer, in the state of its weight. ``optimizers`` shows it there between steps, and hands it to the

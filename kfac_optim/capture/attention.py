@@ -18,8 +18,6 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 
 from ..layers import AttentionInputLayer, AttentionLayer, ProjectionCall
 
-__all__ = ["ProjectionTap", "remove_taps", "tap_of"]
-
 # Called with one use of a projection: its input, its output and the use itself. Returns a replacement for the output,
 # or None.
 Record = Callable[[Tensor, Tensor, ProjectionCall], Tensor | None]

@@ -10,21 +10,6 @@ import torch
 from torch import Tensor
 from torch._functorch import pyfunctorch
 
-__all__ = [
-    "Edge",
-    "as_plain",
-    "beneath_transforms",
-    "in_backward",
-    "is_of_loss",
-    "is_transformed",
-    "leaves_of",
-    "nodes_behind",
-    "nodes_reached",
-    "outside_jvp",
-    "own_result",
-    "when_gradient_arrives",
-]
-
 Edge = tuple[Any, int]  # a node, and the number of one of the nodes that a backward pass goes to from it
 
 _COPIED = "ToCopyBackward0"  # the node of a tensor that is a copy in another precision

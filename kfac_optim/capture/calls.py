@@ -24,8 +24,6 @@ from torch import Tensor, nn
 
 from .autograd import in_backward
 
-__all__ = ["CONCURRENT", "ModelCall", "ModelCalls", "input_of"]
-
 CONCURRENT = (
     "two threads are in forward or backward passes of one model at the same time, and its statistics can't tell them "
     "apart: let one thread after the other run forward and backward (a lock around both), give each a copy of the "

@@ -32,8 +32,6 @@ from .autograd import in_backward
 from .calls import CONCURRENT, ModelCall, ModelCalls
 from .microbatch import BackwardPasses
 
-__all__ = ["CompiledCalls", "place_of"]
-
 # A CUDA graph would replay the operators' kernels without their Python code; with this tag inductor leaves them out.
 _TAG = getattr(torch.Tag, "cudagraph_unsafe", None)
 _OUTSIDE_CUDA_GRAPHS: dict[str, Any] = {} if _TAG is None else {"tags": (_TAG,)}

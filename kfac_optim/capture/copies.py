@@ -19,8 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["StateWithoutHooks", "leave_hooks_behind", "when_whole"]
-
 # A module's tables of hooks, each with the tables that torch keeps beside it under the same ids.
 _HOOKS = {
     "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),

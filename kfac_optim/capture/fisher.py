@@ -14,8 +14,6 @@ from torch.nn import functional as F
 from ..common.checks import is_int, is_positive, require_number
 from .loss_terms import main_tensor
 
-__all__ = ["Bernoulli", "Categorical", "Fisher", "Gaussian"]
-
 _ROUNDING = 0.02  # the error allowed in a target, which may come from a half-precision gradient
 
 

@@ -27,8 +27,6 @@ from ..distributed import gathered_weight, gradient_moves_away, is_sharded, own_
 from ..layers import KroneckerLayer
 from .autograd import nodes_behind
 
-__all__ = ["GradientWatch", "destination", "is_used_itself"]
-
 Mark = tuple[int, int, int]
 
 

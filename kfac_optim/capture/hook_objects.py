@@ -16,8 +16,6 @@ from ..common.machines import refuse_cuda_graphs
 from .calls import CONCURRENT
 from .copies import leave_hooks_behind
 
-__all__ = ["FirstHook", "Hook", "Hooks"]
-
 
 class Hook:
     """Calls a method of a capture or a replay while that is enabled; in copies and pickles it does nothing.

@@ -44,8 +44,6 @@ from .signs import GameSigns
 from .statistics import TakenStatistics
 from .weight_uses import WeightUses
 
-__all__ = ["Capture"]
-
 
 class Capture:
     """Watches the layers of a model for an engine; nothing is captured before :meth:`prepare` enables it.

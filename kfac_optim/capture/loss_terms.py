@@ -9,8 +9,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-__all__ = ["LossAverage", "LossTerms", "main_tensor", "tensors_in"]
-
 LossAverage = Literal["batch", "batch+sequence", "elements"] | int | Callable[[Any, Any], int]
 _MOST_COMPILED = 100  # the most tuples, lists, dicts and dataclasses that compiled models look into
 

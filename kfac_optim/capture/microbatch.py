@@ -32,8 +32,6 @@ from .gradients import GradientWatch, destination
 from .recorder import LayerCall, Recorder
 from .statistics import Counts, Moments, StepStatistics, TakenStatistics
 
-__all__ = ["BackwardPasses", "MicroBatch"]
-
 _COMPILED = (
     "gradients can't be watched under compiled autograd: call backward() without it "
     "(torch._dynamo.config.compiled_autograd = False); torch.compile(model) works"

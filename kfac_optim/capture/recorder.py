@@ -15,8 +15,6 @@ from ..distributed import is_sharded
 from ..layers import AttentionInputLayer, KroneckerLayer, LinearLayer, Observation, ProjectionCall
 from .autograd import as_plain
 
-__all__ = ["LayerCall", "Recorder", "dense_input"]
-
 
 @dataclass(eq=False)
 class LayerCall:

@@ -26,8 +26,6 @@ from .gradients import GradientWatch, destination
 from .hook_objects import Hook, Hooks
 from .loss_terms import LossTerms
 
-__all__ = ["Part", "RandomState", "Replay", "repeating"]
-
 _LEAST = 256  # a part has at least this many examples, or all of a smaller batch, whatever the fraction
 _HALF = (torch.bfloat16, torch.float16)
 _AUTOCAST_INSIDE = (

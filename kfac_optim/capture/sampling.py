@@ -22,8 +22,6 @@ from .fisher import Fisher
 from .microbatch import BackwardPasses
 from .recorder import LayerCall
 
-__all__ = ["SampledBackward"]
-
 _REENTRANT = (
     "the sampled Fisher can't pass re-entrant activation checkpoints{}: use "
     "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or fisher='empirical' (in the place of KFAC another "

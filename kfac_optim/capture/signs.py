@@ -26,8 +26,6 @@ from ..layers import KroneckerLayer
 from .autograd import leaves_of, nodes_reached
 from .microbatch import BackwardPasses
 
-__all__ = ["GameSigns", "Leftover"]
-
 _NUMBERS = itertools.count(1)
 
 

@@ -20,9 +20,6 @@ from torch import Tensor
 
 from .gradients import GradientWatch
 
-__all__ = ["Counts", "Moments", "StepMoments", "StepStatistics", "TakenStatistics"]
-
-
 Moments = tuple[Tensor, Tensor]  # of one layer in a micro-batch or in a step: the packed sums for A and for G
 Read = Callable[[Tensor], Sequence[float]]  # the numbers in a tensor, which have been read from the device
 

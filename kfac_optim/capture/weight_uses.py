@@ -20,8 +20,6 @@ from .autograd import Edge, leaves_of, nodes_behind, nodes_reached
 from .gradients import is_used_itself
 from .loss_terms import tensors_in
 
-__all__ = ["WeightUses"]
-
 _USED_BESIDE = "its weight is used beside its calls, too, which its factors do not show"
 _MOST_RESHAPES = 8  # the most casts, transposes and views between a layer's operation and its weight or its result
 

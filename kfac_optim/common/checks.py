@@ -12,22 +12,6 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
-__all__ = [
-    "Check",
-    "count",
-    "instance",
-    "is_int",
-    "is_number",
-    "is_positive",
-    "loss_average",
-    "number",
-    "one_of",
-    "optional",
-    "patterns",
-    "require_number",
-    "require_schedule",
-]
-
 Check = Callable[[str, Any], Any]
 
 

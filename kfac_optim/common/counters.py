@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
-__all__ = ["Counted", "Counter", "counter", "moved"]
-
 
 class Counter(NamedTuple):
     """A number that is saved.

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from .tensor_cache import tensor_cache
 
-__all__ = ["Tensors", "are_adjacent", "flat_view", "split_flat"]
-
 Tensors = list[Tensor] | tuple[Tensor, ...]  # what multi-tensor operations take
 
 

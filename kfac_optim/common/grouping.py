@@ -6,8 +6,6 @@ import heapq
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
-__all__ = ["SMALL_NUMEL", "grouped_by_key", "longest_first"]
-
 # On a CPU, tensors of at most this many numbers are copied side by side, which takes less time than an operation each.
 SMALL_NUMEL = 2**12
 

@@ -9,8 +9,6 @@ from typing import Literal
 
 import torch
 
-__all__ = ["Machine", "is_asynchronous", "machine_of", "refuse_cuda_graphs"]
-
 Machine = Literal["cpu", "accelerator", "meta"]
 
 

@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["full_precision", "without_autocast"]
-
 _ATTRIBUTE = "fp32_precision"
 
 

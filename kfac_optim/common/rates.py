@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Scalar", "common_rate", "moves", "rate_of", "rates_of"]
-
 Scalar = float | Tensor  # a 0-dim tensor if only the device knows the number
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Stopwatch"]
-
 
 class Stopwatch:
     """Wall time per stage of the engine, and a ``torch.profiler`` range of the same name.

@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["sent_once", "tensor_cache"]
-
 T = TypeVar("T")
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 import warnings
 
-__all__ = ["warn_user"]
-
 _PASSED_OVER = ("kfac_optim", "torch", "copy", "contextlib")  # packages and modules whose lines tell a user nothing
 
 

@@ -17,8 +17,6 @@ from ..distributed import Communicator, gathered_weight, own_shape, refuse_flatt
 from ..layers import COMPUTED, FoundLayers, LayerOptions, LinearLayer, skip_reason
 from .whereabouts import Whereabouts, owners_of, parameters_in, unwrap
 
-__all__ = ["TrainedModel", "parameters_of"]
-
 _RESHARD = ". With FSDP2 call reshard() before you build it, if forward passes without backward passes came before"
 
 

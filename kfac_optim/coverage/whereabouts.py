@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from ..distributed import is_sharded
 from ..layers import KroneckerLayer
 
-__all__ = ["Whereabouts", "owners_of", "parameters_in", "unwrap"]
-
 
 class Whereabouts:
     """Records the places of layers and their parameters, except sharded parameters, which come and go.

@@ -14,8 +14,6 @@ from ..distributed import AssignmentStrategy, LocalCommunicator
 from ..placement import decomposed_bytes
 from ..stages import Stages
 
-__all__ = ["memory_estimate", "memory_of", "memory_on"]
-
 _KINDS = ("factors", "snapshots", "local sums", "decompositions", "refresh")
 
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["plot_assignment", "plot_history", "plot_profile", "plot_spectrum"]
-
 # The palette of Okabe and Ito, which people with a colour vision deficiency can tell apart.
 _BLUE, _ORANGE, _GREEN, _RED, _SKY, _PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
 _COLOURS = (_BLUE, _ORANGE, _GREEN, _RED, _SKY, _PURPLE, "#000000", "#999999")

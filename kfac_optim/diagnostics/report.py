@@ -19,8 +19,6 @@ from ..stages import Staged, Stages
 from ..steering import LEAST_REACH
 from .memory import memory_of
 
-__all__ = ["factors", "flatten", "human_bytes", "overview", "reach", "report", "spectrum", "workers"]
-
 
 def factors(engine: Staged, layer: KroneckerLayer | str) -> tuple[Tensor, Tensor]:
     """The running averages A ``[p, d_in, d_in]`` and G ``[p, d_out, d_out]`` of a layer (diagonals: ``[p, d]``).

@@ -13,8 +13,6 @@ import torch
 
 from .communicator import Communicator
 
-__all__ = ["check"]
-
 _SHOWN = 60  # how many characters of a long value are shown
 _ROUNDING = 1e-3  # the relative difference allowed between numbers that each rank has learned by itself
 

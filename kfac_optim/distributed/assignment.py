@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
-__all__ = ["Assignment", "AssignmentStrategy", "FactorPlace", "LayerAssignment", "LayerCost", "check_place"]
-
 FactorPlace = Literal["replicated", "sharded", "local"]
 
 _ROUTES = 64  # the most broadcasts of a layer's preconditioned gradient

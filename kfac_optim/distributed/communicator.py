@@ -24,8 +24,6 @@ from torch import Tensor
 from ..common.grouping import grouped_by_key
 from .packing import by_rank, empty_for, packed, unpack
 
-__all__ = ["BUCKET_BYTES", "Broadcast", "Communicator", "LocalCommunicator", "Work"]
-
 BUCKET_BYTES = 100 * 2**20
 _COMM_DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _IN_FLIGHT = 2  # buckets on the wire at a time: enough to overlap packing with sending, without a copy of everything

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from .communicator import Communicator, Work
 
-__all__ = ["HorovodCommunicator", "derived_from_by_horovod"]
-
 
 def derived_from_by_horovod(cls: type, groups: Sequence[Any]) -> Any:
     """The optimizer from which Horovod is making a new one, which takes over its engine; None if it is not.

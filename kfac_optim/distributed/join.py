@@ -15,8 +15,6 @@ from torch import nn
 from .communicator import Broadcast, Communicator
 from .torch import wrappers_of
 
-__all__ = ["join_hook", "register_joinable", "share_gradients", "take_part_in_join"]
-
 _T = TypeVar("_T")
 
 

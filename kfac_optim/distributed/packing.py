@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["by_rank", "empty_for", "packed", "unpack"]
-
 
 def _bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor, as flat uint8."""

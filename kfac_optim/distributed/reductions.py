@@ -12,8 +12,6 @@ from ..common.grouping import SMALL_NUMEL
 from ..common.rates import Scalar
 from .sharding import is_sharded, mesh_of, own_part
 
-__all__ = ["largest_entry", "summed_over_shards"]
-
 
 def summed_over_shards(scalars: Sequence[Tensor]) -> list[Tensor]:
     """Sums 0-dim numbers that each rank has for its FSDP2 shards over the ranks; leaves all others as they are.

@@ -28,8 +28,6 @@ from ..common.grouping import grouped_by_key
 from .communicator import Communicator
 from .sharding import are_rows, is_sharded
 
-__all__ = ["ShardExchange", "are_exchangeable"]
-
 
 def are_exchangeable(parameters: Sequence[Any], comm: Communicator) -> bool:
     """Whether ``comm`` can exchange these parameters: they are shards by rows on all of its ranks (FSDP2, HSDP)."""

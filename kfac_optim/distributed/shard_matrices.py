@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from .communicator import Communicator
 from .sharding import are_rows, is_sharded, mesh_of, own_part, whole_shape
 
-__all__ = ["own_shape", "refuse_flattened", "shard_number", "sharding_problem", "uses_fsdp"]
-
 
 def own_shape(parameter: Tensor, roots: Iterable[nn.Module]) -> torch.Size:
     """The shape of what a rank computes with: that of its shard if tensor parallelism has split a parameter.

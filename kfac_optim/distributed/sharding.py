@@ -12,22 +12,6 @@ from torch import Tensor, nn
 
 from ..common.grouping import grouped_by_key
 
-__all__ = [
-    "all_gathered",
-    "any_sharded",
-    "are_rows",
-    "full_gradient",
-    "gathered",
-    "gathered_weight",
-    "gradient_moves_away",
-    "is_sharded",
-    "mesh_of",
-    "own_part",
-    "set_full_gradient_",
-    "sharded_like",
-    "whole_shape",
-]
-
 _BUCKET_NUMEL = 2**25  # the most numbers that one collective gathers: 128 MiB in float32
 
 

@@ -24,8 +24,6 @@ from ..common.checks import is_int, require_number
 from ..common.grouping import longest_first
 from .assignment import Assignment, FactorPlace, LayerAssignment, LayerCost, check_place
 
-__all__ = ["KAISA", "FactorWise", "LayerWise"]
-
 
 def _few_ranks(costs: Sequence[float], group: Sequence[int]) -> list[int]:
     """Distributes jobs to as few ranks of a group as finish in the time of :func:`longest_first`.

@@ -16,8 +16,6 @@ from .communicator import Communicator, LocalCommunicator, Work
 from .shard_matrices import uses_fsdp
 from .sharding import any_sharded, mesh_of
 
-__all__ = ["TorchCommunicator", "communicator_of", "default_communicator", "require_all_in_wrapper", "wrappers_of"]
-
 
 class TorchCommunicator(Communicator):
     """Sends tensors by torch.distributed: Gloo, NCCL or MPI; the tests cover Gloo, and NCCL on one GPU.

@@ -13,8 +13,6 @@ from .linear import LinearLayer
 from .options import LayerOptions
 from .registry import register_layer
 
-__all__ = ["AttentionInputLayer", "AttentionLayer", "ProjectionCall"]
-
 
 class ProjectionCall(NamedTuple):
     """One use of a projection."""

@@ -20,16 +20,6 @@ from ..factors import FactorSpec
 from .moments import multiplicand, second_moment, spread_examples, with_ones
 from .options import LayerOptions, Sharing, kept_of
 
-__all__ = [
-    "COMPUTED",
-    "Declined",
-    "KroneckerLayer",
-    "Observation",
-    "RowsLayer",
-    "own_parameter",
-    "require_initialised",
-]
-
 COMPUTED = "is computed from other parameters"  # coverage/ looks for this in reasons: the layer may come back
 
 

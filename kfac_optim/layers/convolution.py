@@ -18,8 +18,6 @@ from .registry import register_layer
 from .shifts import shift_pays, shifted_moment
 from .windows import Windows, pixels, unfolded_moment
 
-__all__ = ["ConvLayer", "ConvTransposeLayer"]
-
 _PerDimension = int | str | tuple[int, ...]  # of a convolution's attribute: one for all dimensions, or for each
 
 

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from .base import Declined, Observation, RowsLayer
 from .registry import register_layer
 
-__all__ = ["EmbeddingLayer", "LinearLayer", "TransposedLinearLayer"]
-
 
 @register_layer(nn.Linear)
 class LinearLayer(RowsLayer):

@@ -34,8 +34,6 @@ from .linear import LinearLayer, TransposedLinearLayer
 from .norm import ChannelsFirstLayerNormLayer, GroupNormLayer, LayerNormLayer, RMSNormLayer
 from .registry import LayerFactory
 
-__all__ = ["Reference", "lookalike"]
-
 _TOLERANCE = 1e-4  # relative to the largest entry, for modules that use float32 inside; other functions differ by more
 _MAGNITUDES = (1.0, 1e3, 1e-2, 1e-3, 1e-4, 1e-6)  # the small ones show what eps is
 _EPS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-3, torch.finfo(torch.float32).eps)  # tried beside the module's own numbers

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from ..common.machines import machine_of
 
-__all__ = ["GRAM_DIM", "gram", "multiplicand", "product", "second_moment", "spread_examples", "with_ones"]
-
 # From this dimension on it pays to compute only about half of a symmetric product, in strips. The time relative to the
 # whole product, on one thread: 1.1 at dimension 257, 0.8 at 288, 0.6 at 1025. On accelerators a strip also has to save
 # more than its launch costs, so that there are fewer, and the whole product must take at least so many operations.

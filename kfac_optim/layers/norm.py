@@ -17,15 +17,6 @@ from .moments import second_moment
 from .options import LayerOptions
 from .registry import register_layer
 
-__all__ = [
-    "BatchNormLayer",
-    "ChannelsFirstLayerNormLayer",
-    "GroupNormLayer",
-    "LayerNormLayer",
-    "RMSNormLayer",
-    "SyncBatchNormLayer",
-]
-
 _TINY_EPS = torch.finfo(torch.float64).tiny  # an epsilon that changes no variance; torch 2.11 refuses 0
 
 # Torch's own mean and variance take less time than five operations for so many numbers, or if channels come last.

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from ..common.machines import Machine
 from ..factors import FactorSpec
 
-__all__ = ["LayerOptions", "Sharing", "kept_of"]
-
 Sharing = Literal["expand", "reduce"]
 
 # The most rows of a block, unless the user gives another number. The time of a decomposition grows with their cube, and

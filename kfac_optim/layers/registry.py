@@ -10,8 +10,6 @@ from torch import nn
 from .base import KroneckerLayer
 from .options import LayerOptions
 
-__all__ = ["LayerFactory", "factory_of", "register_layer"]
-
 LayerFactory = Callable[[str, nn.Module, LayerOptions], KroneckerLayer | Sequence[KroneckerLayer]]
 _FACTORIES: dict[type[nn.Module] | str, LayerFactory] = {}
 

@@ -17,8 +17,6 @@ from .lookalikes import lookalike
 from .options import LayerOptions
 from .registry import LayerFactory, factory_of
 
-__all__ = ["FoundLayers", "skip_reason"]
-
 _LISTS = (nn.ParameterList, nn.ParameterDict)
 
 

@@ -17,8 +17,6 @@ from ..common.tensor_cache import tensor_cache
 from .moments import GRAM_DIM, product
 from .windows import CHUNK_NUMEL, Windows
 
-__all__ = ["shift_pays", "shifted_moment"]
-
 # How many numbers of the moment's blocks are put in their places at once. For large moments this takes most memory.
 _BLOCK_NUMEL = {"cpu": 2**18, "accelerator": 2**24, "meta": 2**18}
 

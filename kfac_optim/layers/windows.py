@@ -13,8 +13,6 @@ from torch import Tensor
 from ..common.machines import machine_of
 from .moments import gram, second_moment
 
-__all__ = ["CHUNK_NUMEL", "Windows", "pixels", "unfolded_moment"]
-
 # How many numbers of patches are unfolded at once (16 MiB in float32; 128 MiB where launches count). Patches of the
 # whole batch would take as many times the memory of the activations as the kernel has taps.
 CHUNK_NUMEL = {"cpu": 2**22, "accelerator": 2**25, "meta": 2**22}

@@ -18,8 +18,6 @@ from ..blocks import Block
 from ..distributed import Broadcast, Communicator
 from ..snapshots import AG, KnownSpectra, Source, State
 
-__all__ = ["known_spectra", "move_factors", "whole_state"]
-
 
 def known_spectra(
     blocks: Sequence[Block],

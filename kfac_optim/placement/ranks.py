@@ -22,8 +22,6 @@ from ..factors import FactorSpec
 from ..solvers import Solver, part_dtype
 from .factor_owners import move_factors
 
-__all__ = ["Ranks", "decomposed_bytes"]
-
 
 class Ranks:
     """The processes that train together.

@@ -11,8 +11,6 @@ from ..distributed import Communicator, ShardExchange, all_gathered, any_sharded
 from ..scaling import Scaling, traits_of
 from ..stacks import StepVectors
 
-__all__ = ["exchanged_blocks", "gathered_vectors"]
-
 
 def exchanged_blocks(ready: Sequence[Block], scaling: Scaling | None, comm: Communicator) -> set[Block]:
     """Those of the preconditioned layers whose shards go to their gradient workers alone; others' go to every rank.

@@ -16,8 +16,6 @@ from ..factors import FactorSpec
 from ..snapshots import KnownSpectra, Source
 from ..solvers import BATCH_NUMEL, Batch, Decomposition, Failure, MaybeDecomposition, Shifting, Solver, damps_factors
 
-__all__ = ["FactorJob", "Refresh", "batch_of", "grouped_by_shape"]
-
 
 class FactorJob(NamedTuple):
     """The decomposition of A (side 0) or G (side 1) of a block."""

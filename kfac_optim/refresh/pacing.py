@@ -17,8 +17,6 @@ from ..common.machines import machine_of
 from ..config import Config
 from ..schedules import due, growing
 
-__all__ = ["Pace"]
-
 # The cost of an eigendecomposition of n rows, over n^3, and for each row besides, and the least of a layer in a step.
 # On CPUs the first was measured at 256 and 512 rows (13 and 8 products). On GPUs rows come one after the other, and an
 # H200 takes 10 us for each: as computed here, decompositions of 512 to 3,072 rows are off by a fifth at most. The host

@@ -42,8 +42,6 @@ from ..solvers import (
 from .jobs import Refresh, batch_of, grouped_by_shape
 from .pacing import Pace
 
-__all__ = ["Refresher"]
-
 
 class Refresher(Counted, pending_spread=Counter(None)):
     """Starts refreshes, does their work, and puts their results to use; ``inv_dtype`` is for stored decompositions.

@@ -16,8 +16,6 @@ from ..common.counters import Counter
 from ..factors import ELSEWHERE
 from ..snapshots import AG, LEARNED, SOURCES
 
-__all__ = ["check_counters", "check_states", "check_sums", "checksums"]
-
 _LAYERS = "checksum_layers"  # how many layers the checksums cover
 _CAUSES = (
     ". It is damaged, of an earlier version, of another model, of an optimizer with other skip_layers or "

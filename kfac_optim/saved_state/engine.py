@@ -24,18 +24,6 @@ from ..snapshots import AG, LEARNED, Snapshot, State
 from ..stages import Staged, Stages
 from .checks import check_counters, check_states, check_sums, checksums
 
-__all__ = [
-    "adopt_states",
-    "check_saved",
-    "counters_of",
-    "full_state_dict",
-    "load_checked",
-    "load_state_dict",
-    "state_dict",
-    "synchronize",
-    "whole_states",
-]
-
 
 def adopt_states(stages: Stages, states: Mapping[nn.Parameter, State]) -> None:
     """Adopts factors that were moved or replaced from outside (Lightning moves optimizer state between devices).

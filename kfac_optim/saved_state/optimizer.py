@@ -15,8 +15,6 @@ from torch.utils._pytree import tree_map_only
 from ..bases.state_keys import LAYER_STATE, PREFIX, is_of_base
 from .checks import checksums
 
-__all__ = ["saved_parts", "unchanged_on_errors", "with_checksums"]
-
 _DECOUPLED = "decoupled_weight_decay"  # False in Adam's groups, True in AdamW's
 
 # The shape of a small parameter. All sizes differ; two are above 128, below which some bases treat matrices otherwise.

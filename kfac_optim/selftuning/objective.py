@@ -21,8 +21,6 @@ from ..capture import Fisher, Part
 from ..distributed import Communicator
 from .quadratic import QuadraticModel
 
-__all__ = ["Objective"]
-
 # How far the weights move for a difference of outputs: this share of the last update's length or, before there is one,
 # of the weights'. A step below the smallest share of the weights' length would leave nothing but rounding errors.
 _STEP, _FIRST_STEP, _SMALLEST_STEP = 0.03, 1e-4, 1e-5

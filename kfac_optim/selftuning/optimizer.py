@@ -30,8 +30,6 @@ from ..stacks import by_parameter
 from .objective import Objective
 from .quadratic import LevenbergMarquardt, SecantCheck
 
-__all__ = ["KFAC"]
-
 Change = Callable[[Tensor], float]
 
 # Engine options that users cannot give; the solver is the default of KFACMixin, because the damping changes every step.

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["LevenbergMarquardt", "QuadraticModel", "SecantCheck"]
-
 # Smaller eigenvalues of the scaled matrix, relative to the largest, count as 0: directions alike to 3 digits are one.
 _SINGULAR = 1e-6
 

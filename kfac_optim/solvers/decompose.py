@@ -15,8 +15,6 @@ from ..common.precision import full_precision
 from .eigen import EigenSolver
 from .protocol import Decomposition, Failure, MaybeDecomposition, Solver, part_dtype
 
-__all__ = ["BATCH_NUMEL", "Batch", "decompose_all", "decompose_safely"]
-
 # The most numbers in a batch of factors (256 MiB in float32). Large batches save time, because the host waits for each
 # library call, but a batch is held three times: as the input, as the library's output, and in the stored form.
 BATCH_NUMEL = 2**26

@@ -16,8 +16,6 @@ from ..common.machines import is_asynchronous
 from .joint import in_order
 from .protocol import Decomposition, Sides
 
-__all__ = ["EigenSolver"]
-
 # How far the squared length of a row of Q may be from 1. Rounding causes far less (1e-5 at 4,608 rows in float32); an
 # eigenvector that appears twice, once in the place of another, causes more than 1 / n.
 _ORTHONORMAL = 1e-4

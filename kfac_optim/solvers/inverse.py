@@ -10,8 +10,6 @@ from torch import Tensor
 from ..damping import split
 from .protocol import Decomposition
 
-__all__ = ["InverseSolver"]
-
 
 @dataclass(frozen=True)
 class InverseSolver:

@@ -19,8 +19,6 @@ from torch import Tensor
 from ..common.flat_storage import split_flat
 from .protocol import Decomposition, Sides
 
-__all__ = ["JointEigen", "in_order"]
-
 _KEPT_NUMEL = 2**22  # the most products of eigenvalues that a stack keeps between steps (16 MiB in float32)
 
 

@@ -8,17 +8,6 @@ from typing import Protocol, TypeGuard
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Decomposition",
-    "Failure",
-    "MaybeDecomposition",
-    "Shifting",
-    "Sides",
-    "Solver",
-    "damps_factors",
-    "part_dtype",
-]
-
 Decomposition = tuple[Tensor, ...]
 Sides = tuple[Decomposition, Decomposition]  # of A and of G
 

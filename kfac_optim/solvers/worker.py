@@ -12,8 +12,6 @@ import torch
 
 from .protocol import Failure, MaybeDecomposition
 
-__all__ = ["Worker"]
-
 
 class Worker:
     """Decomposes in one thread, which has its own stream on a GPU, while training goes on.

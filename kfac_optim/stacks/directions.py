@@ -16,8 +16,6 @@ from .layout import Layout, Part
 from .matrices import Matrices
 from .stacked import Stacked
 
-__all__ = ["Directions", "Maker", "StepVectors", "by_parameter"]
-
 # Makes the matrices of all stacks, in the given ones if there are any.
 Maker = Callable[[Matrices | None], Matrices]
 

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from ..layers import KroneckerLayer
 
-__all__ = ["Layout", "Part", "fill_all"]
-
 # A parameter, the slice of it that a layer covers, and a tensor of the shape of that slice.
 Part = tuple[nn.Parameter, slice, Tensor]
 _WHOLE = slice(None)

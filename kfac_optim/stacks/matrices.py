@@ -20,8 +20,6 @@ from ..common.flat_storage import split_flat
 from ..common.machines import is_asynchronous
 from .pairs import Groups, group_of_each, inner, norm
 
-__all__ = ["FlatMatrices", "FlatStorage", "Matrices", "storage_order"]
-
 _FEW_PAIRS = 64  # stacks of more pairs (grouped convolutions) are multiplied in a kernel of their own
 _LEAST_ROW = 8  # numbers that share a multiplier; with shorter rows, those of all rows would take too much memory
 

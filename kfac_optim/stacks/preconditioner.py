@@ -23,8 +23,6 @@ from .stack import Stack
 from .stacked import Stacked, Steepest
 from .tiles import precondition
 
-__all__ = ["StackPreconditioner"]
-
 _MOST_NUMEL = 2**30  # numbers that are put side by side; some operations take no more than 2^31
 
 

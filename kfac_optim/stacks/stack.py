@@ -21,8 +21,6 @@ from .layout import Layout
 from .matrices import storage_order
 from .pairs import Groups
 
-__all__ = ["Stack", "stack_key", "stack_of", "stacks_of"]
-
 # The most numbers in the gradients and decompositions of a stack, which are copied to lie side by side (64 MiB in
 # float32; 1 GiB on accelerators, where launches count). Larger stacks gain nothing on a CPU. On accelerators each stack
 # costs a dozen launches in a step, and large ones hardly add to the memory of a refresh (docs/results/costs.rst).

@@ -13,8 +13,6 @@ from torch import Tensor
 from .matrices import Matrices
 from .pairs import Groups, inner, norm, ratio
 
-__all__ = ["Direction", "Stacked", "Steepest"]
-
 
 @dataclass(frozen=True)
 class Steepest:

@@ -25,8 +25,6 @@ from torch import Tensor
 from ..factors import FactorSpec
 from ..solvers import Decomposition, Sides, Solver
 
-__all__ = ["precondition"]
-
 # Tiles of more numbers than this are not preconditioned all at once, which takes memory for seven times as many.
 _AT_ONCE = 2**22
 

@@ -21,8 +21,6 @@ from torch import Tensor
 from ..common.counters import Counted, counter
 from ..common.machines import is_asynchronous
 
-__all__ = ["Brake"]
-
 _REMEMBERED = 10  # the number of lengths that the running average covers
 _SLACK, _POWER = 1.3, 2  # an update longer than 1.3 times the usual is braked, by the square of the excess
 

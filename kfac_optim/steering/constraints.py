@@ -22,8 +22,6 @@ from torch import Tensor, nn
 from ..blocks import Block
 from ..distributed import is_sharded
 
-__all__ = ["WeightWatch", "compares_weights"]
-
 _ROUNDING = 1e-12  # the relative error of sums of millions of squares in float64; of sums of bits, far less than 1
 _AT_FIRST = 16  # all stretched weights are compared before this step, and then in one step of every _INTERVAL
 # A prime that loops hardly use, so that what happens in every second step is found at times, and what averages weights

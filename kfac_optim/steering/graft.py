@@ -21,8 +21,6 @@ from __future__ import annotations
 from ..common.counters import Counted, counter, moved
 from ..stacks import Stacked
 
-__all__ = ["GraftShare", "grafted"]
-
 _ALL, _STEP = 100, 3  # in hundredths: the start value, which is the largest, and the change per step
 
 

@@ -15,8 +15,6 @@ from ..common.rates import Scalar
 from ..common.tensor_cache import sent_once, tensor_cache
 from ..distributed import is_sharded, summed_over_shards
 
-__all__ = ["Compared", "Copies", "alignments", "total_alignment"]
-
 # For gradients that were compared before, by their ids: their batches, each with its gradients copied into one vector.
 # The gradients have to live as long as this, or others might get their ids.
 Copies = dict[tuple[int, ...], list[tuple["_Batch", Tensor]]]

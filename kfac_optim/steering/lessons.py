@@ -21,8 +21,6 @@ from ..distributed import any_sharded, largest_entry
 from .constraints import WeightWatch
 from .inner_products import Compared, Copies, alignments, total_alignment
 
-__all__ = ["Lessons", "Readings", "Stretched", "lessons_of"]
-
 
 @dataclass(frozen=True)
 class Stretched:

@@ -31,8 +31,6 @@ from ..capture import GameSigns
 from ..common.counters import Counted, Counter, counter
 from ..placement import Ranks
 
-__all__ = ["OPPONENTS", "Opponents", "Opposition"]
-
 _LATELY = 16  # steps: one network may take several before the other takes one
 _THROWS = 2**16 - 1  # all bits of ``throws``, one for each step that it remembers
 

@@ -27,8 +27,6 @@ from .opponents import Opposition
 from .reach import LEAST_REACH, RateHistory, learn_reaches, lower_reaches
 from .trust import Trust
 
-__all__ = ["Plan", "Steering"]
-
 
 @dataclass(frozen=True)
 class Plan:

@@ -46,8 +46,6 @@ from ..blocks import Block
 from ..common.counters import Counted, counter
 from ..stacks import Matrices, Stacked
 
-__all__ = ["LEAST_REACH", "RateHistory", "learn_reaches", "lower_reaches", "stretches"]
-
 LEAST_REACH, _MOST = 3e-4, 3.0  # at the least reach a stretch is too small to notice
 _GROWTH = 1.1  # in a step, reach is multiplied by this factor or divided by it
 _FIRST_GROWTH = 1.4  # what it is multiplied by where the slope has not changed, before its first fall

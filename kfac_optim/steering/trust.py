@@ -33,8 +33,6 @@ from torch import Tensor
 from ..common.counters import Counted, counter, moved
 from ..stacks import Matrices, Stacked, ratio
 
-__all__ = ["Trust", "changes_at", "turns"]
-
 _NOTCHES = 10  # trust moves by a tenth per step, which averages over the noise of about ten batches
 _MOST_WHERE_UPDATES_GROW = 6  # tenths: the highest trust where the base's update grows with the gradient
 _FALL = 2  # tenths by which trust falls where it does not
