@@ -32,6 +32,49 @@ from .spectra import eigenvalues
 UNSEEN_STEPS = 3
 
 
+class InUse(Factors):
+    """The factors in use and their decompositions, with all that is found out about them until the next refresh.
+
+    Attributes:
+        sides: The decompositions of A and of G; None on ranks that do not precondition the layer.
+        cosine: The cosine between moment and direction in the first step that used the decompositions, 0-dim.
+    """
+
+    def __init__(
+        self, layer: KroneckerLayer, snapshot: Snapshot, spectra: KnownSpectra | None, sides: Sides | None
+    ) -> None:
+        super().__init__(layer, snapshot, spectra)
+        self.sides = sides
+        self.cosine: Tensor | None = None
+        self._unit: tuple[Any, Tensor] | None = None
+        self._eigenvalues: tuple[Tensor | None, ...] | None = None
+
+    def share_storage(self, sides: Sides) -> None:
+        """Replaces the decompositions with equal ones that are views of a larger tensor."""
+        self.sides = sides
+
+    def note_cosine(self, cosine: Tensor) -> None:
+        """Keeps the cosine between moment and direction of the first step."""
+        if self.cosine is None:
+            self.cosine = cosine
+
+    def damping_unit(self, damping: Damping) -> Tensor:
+        """The unit of gamma, ``[p]``."""
+        kind = kind_of(damping)
+        if self._unit is None or self._unit[0] != kind:
+            self._unit = kind, unit_of(damping, self, self.specs[0].pairs)
+        return self._unit[1]
+
+    def eigenvalues(self) -> tuple[Tensor | None, ...]:
+        """All eigenvalues of A and of G, largest first, ``[p n]`` each, on the CPU; None on other ranks."""
+        if self._eigenvalues is None:
+            found = (eigenvalues(self.matrix(side)) if self.kept(side) else None for side in range(2))
+            # Padding of blocks adds eigenvalues of 0, which come last.
+            kept = zip(self.specs, found, strict=True)
+            self._eigenvalues = tuple(None if v is None else v[: s.pairs * s.dim] for s, v in kept)
+        return self._eigenvalues
+
+
 @dataclass(eq=False, repr=False)
 class Block:
     """One layer's block, and the ranks that work on it.
@@ -46,11 +89,7 @@ class Block:
             spread over steps, "pending" (what a refresh in progress decomposes). Empty before the first step, and as
             long as the weight is frozen from then on.
         kept_by: The assignment by which the factors in the state lie on the ranks; None before there are any.
-        decomposed: The decompositions of A and G in use; None on ranks that do not precondition the layer, and before
-            the first refresh.
-        has_direction: Whether some rank has decompositions: the layer is preconditioned.
-        version: Counts the changes of its decompositions, so that what was computed from them can be invalidated.
-        cosine: The cosine between moment and direction in the first step that used the decompositions, 0-dim.
+        in_use: The decompositions in use, a new object after each refresh; None as long as no rank has any.
         rows: The number of rows that all ranks saw in the last step with statistics; 0 if none has come since loading.
         unseen: The number of statistics steps in a row in which the weight had a gradient, but this rank did not see
             the layer.
@@ -61,16 +100,9 @@ class Block:
     route: tuple[int, tuple[int, ...]] | None = None
     state: State = field(default_factory=dict)
     kept_by: LayerAssignment | None = None
-    decomposed: Sides | None = None
-    has_direction: bool = False
-    version: int = 0
-    cosine: Tensor | None = None
+    in_use: InUse | None = None
     rows: float = 0.0
     unseen: int = 0
-    _unit: tuple[Any, Tensor] | None = None
-    _used: Factors | None = None
-    _known_spectra: KnownSpectra | None = None
-    _eigenvalues: tuple[Tensor | None, ...] | None = None
 
     # Factors --------------------------------------------------------------------------------------------------------
 
@@ -107,13 +139,6 @@ class Block:
         """The factors of one source; ``spectra``: see :class:`~kfac_optim.snapshots.Factors`."""
         return Factors(self.layer, self.state[source], spectra)
 
-    @property
-    def used(self) -> Factors:
-        """The factors behind the decompositions in use, which keep what they find of their eigenvalues."""
-        if self._used is None:
-            self._used = self.factors("in_use", self._known_spectra)
-        return self._used
-
     def has_data(self, source: Source = "current") -> bool:
         """Whether both factors of a source have seen something."""
         return bool(self.state) and self.factors(source).has_data
@@ -147,7 +172,9 @@ class Block:
 
     def adopt(self, state: State) -> None:
         """Replaces the state."""
-        self.state, self._used = state, None
+        self.state = state
+        if self.in_use is not None:
+            self.in_use.adopt(state["in_use"])
 
     def fits(self, state: State) -> bool:
         """Whether factors have this layer's shapes: not if they are older than a change of its width or bias."""
@@ -203,45 +230,21 @@ class Block:
 
     # Decompositions -------------------------------------------------------------------------------------------------
 
-    def install(self, decomposed: Sides | None, spectra: KnownSpectra | None) -> None:
+    @property
+    def has_direction(self) -> bool:
+        """Whether some rank has decompositions: the layer is preconditioned."""
+        return self.in_use is not None
+
+    def install(self, sides: Sides | None, spectra: KnownSpectra | None) -> None:
         """Starts using decompositions of the factors in use; None if only other ranks precondition the layer.
 
         ``spectra``: the known eigenvalues of these factors.
         """
-        self.drop()
-        self.decomposed, self.has_direction, self._known_spectra = decomposed, True, spectra
-
-    def share_storage(self, decomposed: Sides) -> None:
-        """Replaces the decompositions with equal ones that are views of a larger tensor."""
-        self.decomposed = decomposed
+        self.in_use = InUse(self.layer, self.state["in_use"], spectra, sides)
 
     def drop(self) -> None:
         """Drops the decompositions."""
-        self.decomposed = self.cosine = self._unit = self._used = self._known_spectra = self._eigenvalues = None
-        self.has_direction = False
-        self.version += 1
-
-    def note_cosine(self, cosine: Tensor) -> None:
-        """Keeps the cosine between moment and direction of the first step that uses the decompositions."""
-        if self.cosine is None:
-            self.cosine = cosine
-
-    def damping_unit(self, damping: Damping) -> Tensor:
-        """The unit of gamma for the decompositions in use, ``[p]``."""
-        kind = kind_of(damping)
-        if self._unit is None or self._unit[0] != kind:
-            self._unit = kind, unit_of(damping, self.used, self.specs[0].pairs)
-        return self._unit[1]
-
-    def eigenvalues(self) -> tuple[Tensor | None, ...]:
-        """All eigenvalues of A and of G in use, largest first, ``[p n]`` each, on the CPU; None on other ranks."""
-        if self._eigenvalues is None:
-            used = self.used
-            found = (eigenvalues(used.matrix(side)) if used.kept(side) else None for side in range(2))
-            # Padding of blocks adds eigenvalues of 0, which come last.
-            kept = zip(self.specs, found, strict=True)
-            self._eigenvalues = tuple(None if v is None else v[: s.pairs * s.dim] for s, v in kept)
-        return self._eigenvalues
+        self.in_use = None
 
     # Workers --------------------------------------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ class Preconditioner:
         self.dtype = torch.promote_types(config.inv_dtype, torch.float32)
         self._of_stacks = StackPreconditioner(config.solver, self.dtype)
         self._stacks: list[Stack] = []
-        self._stack_key: Any = None  # versions of the decompositions that the stacks hold, and the kind of damping
+        self._stack_key: Any = None  # what the stacks were made of
 
     def directions(self, blocks: Sequence[Block], vectors: StepVectors, step: int, *, keeps_zeros: bool) -> Directions:
         """The moments, preconditioned and scaled (a collective).
@@ -60,7 +60,7 @@ class Preconditioner:
             Directions of the layers that have a decomposition and a moment.
         """
         damping, scaling, comm = self.config.damping_object, self.config.scaling, self.ranks.comm
-        ready = [block for block in blocks if block.has_direction]
+        ready = [block for block in blocks if block.in_use is not None]
         value = value_of(damping, step)
         exchanged = exchanged_blocks(ready, scaling, comm)
         with self.stopwatch.communication("gradient", comm.world_size) if exchanged else nullcontext():
@@ -88,12 +88,12 @@ class Preconditioner:
     def send_zeros(self, blocks: Sequence[Block]) -> None:
         """Takes part in the exchange of directions where this rank has none to send (a collective)."""
         if any(block.route for block in blocks):
-            ready = [block for block in blocks if block.has_direction]
+            ready = [block for block in blocks if block.in_use is not None]
             self._send_directions(ready, exchanged_blocks(ready, self.config.scaling, self.ranks.comm), [], [])
 
     def release(self, blocks: Sequence[Block]) -> None:
         """Lets go of decompositions that are no longer in use."""
-        ready = [block for block in blocks if block.has_direction]
+        ready = [block for block in blocks if block.in_use is not None]
         if self._stack_key != stack_key(ready, self.config.damping_object):
             self.clear()
 
@@ -140,7 +140,7 @@ class Preconditioner:
 def _note_cosines(stacks: Sequence[Stack], found: Stacked) -> None:
     """Notes the cosine between moment and direction for layers that use new decompositions."""
     for stack, d in zip(stacks, found, strict=True):
-        if any(block.cosine is None for block in stack.blocks):
+        if any(used.cosine is None for used in stack.in_use):
             groups = Groups.of(stack.pair_counts, stack.layout.device)
-            for block, value in zip(stack.blocks, cosines(d.moment, d.direction, groups).unbind(), strict=True):
-                block.note_cosine(value)
+            for used, value in zip(stack.in_use, cosines(d.moment, d.direction, groups).unbind(), strict=True):
+                used.note_cosine(value)

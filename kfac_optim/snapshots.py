@@ -74,6 +74,10 @@ class Factors:
         self._known_spectra = spectra or KnownSpectra()
         self._largest: tuple[Tensor, Tensor] | None = None
 
+    def adopt(self, snapshot: Snapshot) -> None:
+        """Goes on with other tensors of the same numbers."""
+        self.snapshot, self._largest = snapshot, None
+
     @property
     def has_data(self) -> bool:
         """Whether both running averages have seen something."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..blocks import Block
+from ..blocks import Block, InUse
 from ..damping import value_of
 from ..distributed import Communicator
 from ..layers import KroneckerLayer
@@ -120,24 +120,24 @@ def report(engine: Staged, *, eigenvalues: bool = False) -> dict[str, Any]:
         },
         "layers": {
             block.layer.name: {
-                **_report_of(block, value * block.damping_unit(damping), full=eigenvalues),
+                **_report_of(used, value * used.damping_unit(damping), full=eigenvalues),
                 "reach": block.reach if plan.stretches else 0.0,
             }
             for block in stages.blocks
-            if block.has_direction
+            if (used := block.in_use) is not None
         },
     }
 
 
-def _report_of(block: Block, gamma: Tensor, *, full: bool) -> dict[str, Any]:
+def _report_of(used: InUse, gamma: Tensor, *, full: bool) -> dict[str, Any]:
     """A layer's part of :func:`report`, at a damping of ``gamma``, ``[p]``; None for what only another rank knows."""
-    spectra = zip(AG, block.eigenvalues(), strict=True)
+    spectra = zip(AG, used.eigenvalues(), strict=True)
     report: dict[str, Any] = {name: None if values is None else spectrum(values, full=full) for name, values in spectra}
     (a, g), damping = (report[name] for name in AG), float(gamma.mean())
     # For a layer with several pairs this is roughly an upper bound: the extremes may belong to different pairs.
     damped = (a["max"] * g["max"] + damping) / (a["min"] * g["min"] + damping) if a and g else None
     report["damping"], report["condition"] = damping, damped
-    report["cosine"] = None if block.cosine is None else float(block.cosine)
+    report["cosine"] = None if used.cosine is None else float(used.cosine)
     return report
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..blocks import Block
+from ..blocks import Block, InUse
 from ..common.flat_storage import are_adjacent
 from ..common.grouping import grouped_by_key
 from ..common.machines import is_asynchronous, machine_of
@@ -33,6 +33,7 @@ class Stack:
 
     Attributes:
         blocks: The layers' blocks.
+        in_use: What each of them has in use; the stack is made anew when that changes.
         decomposed: The decompositions of A and of G of all layers, one after the other; None if only other ranks
             precondition these layers.
         damping_unit: What gamma is a multiple of, for each pair, ``[p]``.
@@ -43,6 +44,7 @@ class Stack:
     """
 
     blocks: list[Block]
+    in_use: list[InUse]
     decomposed: Sides | None
     damping_unit: Tensor
     groups: Groups | None
@@ -79,16 +81,15 @@ class Stack:
         if len(present) == len(self.blocks):
             return [self]
         new = [block for block in present if block not in self.singles]
-        self.singles.update({block: stack_of([block], damping, block.decomposed) for block in new})
+        self.singles.update({block: stack_of([block], damping, block.in_use.sides) for block in new if block.in_use})
         return [self.singles[block] for block in present]
 
     def largest_damped(self, solver: Shifting) -> Tensor:
         """The product of the largest eigenvalues of the damped A and the damped G that a solver inverts, ``[p]``."""
         if self._largest_damped is None:
             found = []
-            for block in self.blocks:
-                (a, g), gamma = block.used.largest(), block.state["in_use"]["gamma"]
-                of_a, of_g = block.used.shifts(solver, gamma)
+            for used in self.in_use:
+                (a, g), (of_a, of_g) = used.largest(), used.shifts(solver, used.snapshot["gamma"])
                 found.append((a + of_a) * (g + of_g))
             self._largest_damped = _cat(found)
         return self._largest_damped
@@ -127,17 +128,23 @@ def stack_of(blocks: list[Block], damping: Damping, decomposed: Sides | None) ->
     groups = None
     if blocks[0].layer.pairs_share_scale:
         groups = Groups.of([block.layer.pairs for block in blocks], blocks[0].layer.weight.device)
-    return Stack(blocks, decomposed, _cat([block.damping_unit(damping) for block in blocks]), groups)
+    in_use = _in_use(blocks)
+    return Stack(blocks, in_use, decomposed, _cat([used.damping_unit(damping) for used in in_use]), groups)
+
+
+def _in_use(blocks: Sequence[Block]) -> list[InUse]:
+    return [block.in_use for block in blocks if block.in_use is not None]
 
 
 def _moved_together(blocks: Sequence[Block]) -> Sides | None:
     """Moves the decompositions of blocks of one shape, if they have any, into a stack; theirs become views of it."""
-    decomposed = [block.decomposed for block in blocks if block.decomposed is not None]
+    in_use = _in_use(blocks)
+    decomposed = [used.sides for used in in_use if used.sides is not None]
     if not decomposed:
         return None
     (a, of_a), (g, of_g) = (_joined(of_side) for of_side in zip(*decomposed, strict=True))
-    for block, own_a, own_g in zip(blocks, of_a, of_g, strict=True):
-        block.share_storage((own_a, own_g))
+    for used, own_a, own_g in zip(in_use, of_a, of_g, strict=True):
+        used.share_storage((own_a, own_g))
     return a, g
 
 
@@ -149,8 +156,8 @@ def _joined(several: Sequence[Decomposition]) -> tuple[Decomposition, Sequence[D
 
 
 def stack_key(blocks: Sequence[Block], damping: Damping) -> Any:
-    """A key that changes when the stacks must be rebuilt: kind of damping and versions of the decompositions."""
-    return kind_of(damping), [(block, block.version) for block in blocks]
+    """A key that changes when the stacks must be rebuilt: the kind of damping, and the decompositions in use."""
+    return kind_of(damping), [(block, block.in_use) for block in blocks]
 
 
 def _cat(tensors: Sequence[Tensor]) -> Tensor:

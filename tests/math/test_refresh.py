@@ -541,9 +541,9 @@ def test_decompositions_of_a_stack_are_held_once(solver: str) -> None:
     for stack in preconditioner._stacks:
         assert stack.decomposed is not None
         held = [{part.untyped_storage().data_ptr() for part in side} for side in stack.decomposed]
-        for block in stack.blocks:
-            assert block.decomposed is not None
-            assert [{part.untyped_storage().data_ptr() for part in side} for side in block.decomposed] == held
+        for used in stack.in_use:
+            assert used.sides is not None
+            assert [{part.untyped_storage().data_ptr() for part in side} for side in used.sides] == held
 
 
 @pytest.mark.parametrize("scaling", ["kl_clip", "unit", "orthogonal", "graft", None])
@@ -554,7 +554,7 @@ def test_layers_of_one_shape_together_equal_each_on_its_own(
     """Cut into stacks of one layer each, the directions are the same."""
 
     def one_by_one(known: Any) -> Any:
-        return [stack_of([block], engine.damping_object, block.decomposed) for block in known]
+        return [stack_of([block], engine.damping_object, block.in_use.sides) for block in known]
 
     torch.manual_seed(0)
     net = Repeated().double()
