@@ -11,6 +11,9 @@ from .tensor_cache import tensor_cache
 
 Tensors = list[Tensor] | tuple[Tensor, ...]  # what multi-tensor operations take
 
+# On a CPU, tensors of at most this many numbers are copied side by side, which takes less time than an operation each.
+SMALL_NUMEL = 2**12
+
 
 def split_flat(whole: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     """Splits a vector into consecutive views of these shapes."""

@@ -6,9 +6,6 @@ import heapq
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
-# On a CPU, tensors of at most this many numbers are copied side by side, which takes less time than an operation each.
-SMALL_NUMEL = 2**12
-
 Item = TypeVar("Item")
 
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..common.grouping import SMALL_NUMEL
+from ..common.flat_storage import SMALL_NUMEL
 from ..common.rates import Scalar
 from .sharding import is_sharded, mesh_of, own_part
 

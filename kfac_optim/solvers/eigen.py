@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..common.checks import require_number
 from ..common.machines import is_asynchronous
-from .joint import in_order
 from .protocol import Decomposition, Sides
 
 # How far the squared length of a row of Q may be from 1. Rounding causes far less (1e-5 at 4,608 rows in float32); an
@@ -133,6 +132,21 @@ class EigenSolver:
         for q, left in reversed(sides):
             v = torch.bmm(q, v) if left else _times(v, q.mT)
         return v if whole else v.addcdiv_(gradient, gamma)
+
+
+def in_order(vectors_g: Sequence[Tensor], vectors_a: Sequence[Tensor]) -> list[tuple[Tensor, bool]]:
+    """The eigenvectors to multiply by, in the cheaper of the two orders, each with whether it multiplies from the left.
+
+    Args:
+        vectors_g: The kept eigenvectors of G, ``[p, d_out, k]``; empty if G is diagonal.
+        vectors_a: Those of A, ``[p, d_in, k]``, likewise.
+    """
+    sides = [*((q, True) for q in vectors_g), *((q, False) for q in vectors_a)]
+    if len(sides) == 2:
+        (d_out, kept_out), (d_in, kept_in) = (q.shape[-2:] for q, _ in sides)
+        if kept_out * d_in * (d_out + kept_in) > d_out * kept_in * (d_in + kept_out):
+            sides.reverse()
+    return sides
 
 
 def _times(v: Tensor, q: Tensor) -> Tensor:

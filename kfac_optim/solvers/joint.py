@@ -17,24 +17,10 @@ import torch
 from torch import Tensor
 
 from ..common.flat_storage import split_flat
+from .eigen import in_order
 from .protocol import Decomposition, Sides
 
 _KEPT_NUMEL = 2**22  # the most products of eigenvalues that a stack keeps between steps (16 MiB in float32)
-
-
-def in_order(vectors_g: Sequence[Tensor], vectors_a: Sequence[Tensor]) -> list[tuple[Tensor, bool]]:
-    """The eigenvectors to multiply by, in the cheaper of the two orders, each with whether it multiplies from the left.
-
-    Args:
-        vectors_g: The kept eigenvectors of G, ``[p, d_out, k]``; empty if G is diagonal.
-        vectors_a: Those of A, ``[p, d_in, k]``, likewise.
-    """
-    sides = [*((q, True) for q in vectors_g), *((q, False) for q in vectors_a)]
-    if len(sides) == 2:
-        (d_out, kept_out), (d_in, kept_in) = (q.shape[-2:] for q, _ in sides)
-        if kept_out * d_in * (d_out + kept_in) > d_out * kept_in * (d_in + kept_out):
-            sides.reverse()
-    return sides
 
 
 class JointEigen:

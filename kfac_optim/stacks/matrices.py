@@ -38,7 +38,7 @@ class Matrices:
     def __init__(self, tensors: Sequence[Tensor], groups: Sequence[Groups | None]) -> None:
         self.tensors, self.groups = list(tensors), groups
         # The same numbers, cut up as operations loop over them: entry by entry, pair by pair, and where they sum up.
-        self.parts = self.scaled = self.summed = self.tensors
+        self.parts = self.multiplied = self.summed = self.tensors
         self.groups_of_summed = groups
 
     def empty(self) -> Matrices:
@@ -64,14 +64,14 @@ class Matrices:
     def times(self, by: Tensor | float, out: Matrices | None = None) -> Matrices:
         """The product with the multiplier of each pair, ``[pairs]``, or with one for all, a number or 0-dim."""
         result = self.empty() if out is None else out
-        multipliers = self._multipliers(by) if isinstance(by, Tensor) and by.dim() else [by] * len(self.scaled)
-        for part, multiplier, to in zip(self.scaled, multipliers, result.scaled, strict=True):
+        multipliers = self._multipliers(by) if isinstance(by, Tensor) and by.dim() else [by] * len(self.multiplied)
+        for part, multiplier, to in zip(self.multiplied, multipliers, result.multiplied, strict=True):
             torch.mul(part, multiplier.to(part.device) if isinstance(multiplier, Tensor) else multiplier, out=to)
         return result
 
     def minus_multiples_(self, others: Matrices, by: Tensor) -> Matrices:
         """Subtracts other matrices, each times the multiplier of its pair, ``[pairs]``, in place; returns these."""
-        for part, other, multiplier in zip(self.scaled, others.scaled, self._multipliers(by), strict=True):
+        for part, other, multiplier in zip(self.multiplied, others.multiplied, self._multipliers(by), strict=True):
             part.addcmul_(other, multiplier.to(part.device), value=-1)
         return self
 
@@ -100,7 +100,7 @@ class Matrices:
                 matrix.mul_(torch.ne(moment, 0, out=torch.empty_like(moment)))
 
     def _multipliers(self, by: Tensor) -> list[Tensor]:
-        """The multipliers ``[pairs]`` of pairs, as ``scaled`` is multiplied by them."""
+        """The multipliers ``[pairs]`` of pairs, as ``multiplied`` is multiplied by them."""
         return [part.view(-1, 1, 1) for part in self.split(by)]
 
     def _elementwise(self, operation: str, others: Matrices, *numbers: float, out: Matrices | None) -> Matrices:
@@ -118,7 +118,7 @@ class Matrices:
 class FlatStorage:
     """How the matrices ``[p, d_out, d_in]`` of some stacks lie in one storage.
 
-    One kernel multiplies the first ``stacks_scaled`` stacks, and one computes the norms of the first
+    One kernel multiplies the first ``stacks_multiplied`` stacks, and one computes the norms of the first
     ``stacks_summed``, which are as many or more. These kernels take the numbers of their stacks as rows, all of one
     length, each of which belongs to a single group of pairs.
 
@@ -130,8 +130,8 @@ class FlatStorage:
         transposed: For each stack, whether its matrices are the transposes of those in the storage (:class:`~.Layout`).
 
     Attributes:
-        stacks_scaled, stacks_summed: How many stacks, from the first on, each of the two kernels takes.
-        scaled_shape, summed_shape: The shape of their rows, ``[rows, 1, length]``.
+        stacks_multiplied, stacks_summed: How many stacks, from the first on, each of the two kernels takes.
+        multiplied_shape, summed_shape: The shape of their rows, ``[rows, 1, length]``.
         pair_of_row: For each row that is multiplied, the pair whose multiplier it takes.
         groups_of_rows: Which rows add up to the norm of which group of pairs.
     """
@@ -146,7 +146,7 @@ class FlatStorage:
         self.shapes, self.groups, self.device = list(shapes), list(groups), device
         self.transposed = [False] * len(shapes) if transposed is None else list(transposed)
         kinds = list(map(storage_order, shapes, groups))
-        self.stacks_scaled, self.stacks_summed = (
+        self.stacks_multiplied, self.stacks_summed = (
             next((i for i, kind in enumerate(kinds) if kind > most), len(kinds)) for most in range(2)
         )
         pairs = [_pairs_of_groups(*of_stack) for of_stack in zip(shapes, groups, strict=True)]
@@ -158,7 +158,7 @@ class FlatStorage:
             row = math.gcd(*numels) or 1
             return (sum(numels) // row, 1, row), [numel // row for numel in numels]
 
-        self.scaled_shape, counts = rows(self.stacks_scaled)
+        self.multiplied_shape, counts = rows(self.stacks_multiplied)
         self.pair_of_row = group_of_each(counts).to(device, non_blocking=True)
         self.summed_shape, counts = rows(self.stacks_summed)
         self.groups_of_rows = Groups.of(counts, device, sum(pairs[: self.stacks_summed], []))
@@ -185,8 +185,8 @@ class FlatMatrices(Matrices):
     def __init__(self, whole: Tensor, storage: FlatStorage) -> None:
         super().__init__(storage.split(whole), storage.groups)
         self.whole, self.storage, self.parts = whole, storage, [whole]
-        if n := storage.stacks_scaled:
-            self.scaled = [self._in_rows(storage.scaled_shape), *self.tensors[n:]]
+        if n := storage.stacks_multiplied:
+            self.multiplied = [self._in_rows(storage.multiplied_shape), *self.tensors[n:]]
         if n := storage.stacks_summed:
             self.summed = [self._in_rows(storage.summed_shape), *self.tensors[n:]]
             self.groups_of_summed = [storage.groups_of_rows, *self.groups[n:]]
@@ -207,7 +207,7 @@ class FlatMatrices(Matrices):
         return torch.linalg.vector_norm(self.whole)
 
     def _multipliers(self, by: Tensor) -> list[Tensor]:
-        n = self.storage.stacks_scaled
+        n = self.storage.stacks_multiplied
         shared = [by.index_select(0, self.storage.pair_of_row).view(-1, 1, 1)] if n else []
         return shared + super()._multipliers(by)[n:]
 

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..common.grouping import SMALL_NUMEL, grouped_by_key
+from ..common.flat_storage import SMALL_NUMEL
+from ..common.grouping import grouped_by_key
 from ..common.machines import is_asynchronous
 from ..common.rates import Scalar
 from ..common.tensor_cache import sent_once, tensor_cache

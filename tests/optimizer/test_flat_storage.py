@@ -122,7 +122,7 @@ def test_factors_of_pairs_reach_the_rows_of_their_matrices(
     found = [tensor.shape for tensor in side.several(1, torch.float64)[0].tensors]
     for (p, rows, columns), shape, turned in zip(shapes, found, transposed or [False] * 4, strict=True):
         assert shape == ((p, columns, rows) if turned else (p, rows, columns))
-    assert side.stacks_scaled == 2 and side.scaled_shape == (12, 1, 8)
+    assert side.stacks_multiplied == 2 and side.multiplied_shape == (12, 1, 8)
     matrices, others = side.several(2, torch.float64)
     for flat in (matrices, others):
         flat.whole.normal_()
