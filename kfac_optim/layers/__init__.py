@@ -39,12 +39,10 @@ from . import attention, convolution, linear, norm  # noqa: F401  (each register
 from .attention import AttentionInputLayer, AttentionLayer, ProjectionCall
 from .base import COMPUTED, Declined, KroneckerLayer, Observation, RowsLayer
 from .linear import LinearLayer
-from .moments import gram, second_moment, spread_examples
+from .moments import spread_examples
 from .options import LayerOptions, Sharing
 from .registry import register_layer
 from .search import FoundLayers, skip_reason
-from .shifts import shift_pays
-from .windows import Windows
 
 __all__ = [
     "COMPUTED",
@@ -59,11 +57,7 @@ __all__ = [
     "ProjectionCall",
     "RowsLayer",
     "Sharing",
-    "Windows",
-    "gram",
     "register_layer",
-    "second_moment",
-    "shift_pays",
     "skip_reason",
     "spread_examples",
 ]

@@ -17,7 +17,7 @@ from .matrices import Matrices
 from .pairs import Groups, cosines, ratio
 from .preconditioner import StackPreconditioner
 from .stack import Stack, stack_key, stacks_of
-from .stacked import Direction, Stacked, Steepest
+from .stacked import Direction, Stacked
 
 __all__ = [
     "Direction",
@@ -27,7 +27,6 @@ __all__ = [
     "Stack",
     "StackPreconditioner",
     "Stacked",
-    "Steepest",
     "StepVectors",
     "Groups",
     "by_parameter",

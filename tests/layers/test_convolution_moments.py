@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kfac_optim import LayerOptions
-from kfac_optim.layers import FoundLayers, RowsLayer, Windows, convolution, shift_pays, shifts, windows
+from kfac_optim.layers import FoundLayers, RowsLayer, convolution, shifts, windows
+from kfac_optim.layers.shifts import shift_pays
+from kfac_optim.layers.windows import Windows
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from kfac_optim import KFACSGD, CurvatureEngine, EigenSolver, Graft, InverseSolver, growing
 from kfac_optim.common.grouping import grouped_by_key
 from kfac_optim.factors import FactorSpec
-from kfac_optim.layers import gram
+from kfac_optim.layers.moments import gram
 from kfac_optim.refresh.jobs import FactorJob, Refresh, batch_of, grouped_by_shape
 from kfac_optim.refresh.refresher import Refresher
 from kfac_optim.solvers import Batch, Failure, decompose_all, decompose_safely

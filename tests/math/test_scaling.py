@@ -10,8 +10,9 @@ from torch import Tensor
 
 from kfac_optim import KFACSGD, Graft, Orthogonal, Unit
 from kfac_optim.scaling import scaled_by
-from kfac_optim.stacks import Direction, Groups, Matrices, Stacked, Steepest
+from kfac_optim.stacks import Direction, Groups, Matrices, Stacked
 from kfac_optim.stacks.matrices import FlatStorage
+from kfac_optim.stacks.stacked import Steepest
 from kfac_optim.steering.brake import Brake
 from kfac_optim.steering.graft import grafted
 from kfac_optim.steering.reach import stretches
