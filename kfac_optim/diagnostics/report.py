@@ -188,6 +188,7 @@ def overview(engine: Staged) -> str:
         title += ", closed: steps are the base class's own"
     elif stages.is_opposed:
         title += ", steps left to the base optimizer: two networks seem to train against each other"
+        title += " (if actor and critic: scaling=Graft(stretch=True))"
     remarks = []
     if not stages.ranks.alone:
         balance = f"largest / mean = {stages.ranks.assignment.imbalance:.2f}"
