@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..blocks import Block, InUse
 from ..damping import value_of
-from ..distributed import Communicator
 from ..layers import KroneckerLayer
 from ..snapshots import AG
 from ..stages import Staged, Stages
@@ -205,7 +204,7 @@ def _table(stages: Stages) -> list[str]:
     """The coverage table as lines of aligned text; columns that are empty in all rows are left out."""
     comm, uncovered = stages.comm, stages.trained.uncovered
     memory = {block: sum(memory_of(stages, block, comm.rank).values()) for block in stages.blocks}
-    lines = [_HEADER, *(_row_of(block, nbytes, comm, stages.closed) for block, nbytes in memory.items())]
+    lines = [_HEADER, *(_row_of(stages, block, nbytes) for block, nbytes in memory.items())]
     lines += [(name, "base", *[""] * 5, reason) for name, reason in uncovered.values()]
     used = [i for i in range(len(_HEADER)) if i == 0 or any(line[i] for line in lines[1:])]
     widths = {i: max(len(line[i]) for line in lines) for i in used}
@@ -222,23 +221,26 @@ def _table(stages: Stages) -> list[str]:
     return [dashes, head, dashes, *rows, dashes, ", ".join(footer)]
 
 
-def _row_of(block: Block, memory: int, comm: Communicator, closed: bool) -> tuple[str, ...]:
+def _row_of(stages: Stages, block: Block, memory: int) -> tuple[str, ...]:
     """A layer's row of the table: a text for each column."""
-    layer, workers = block.layer, block.workers
+    layer, workers, comm = block.layer, block.workers, stages.comm
     notes = list(layer.notes)
     if len(layer.modules) > 1:
         notes.append(f"shared by {len(layer.modules)} modules")
     if not layer.weight.requires_grad:
         others = any(parameter.requires_grad for parameter in layer.parameters)
         notes.append("frozen, its bias trains by the base rule" if others else "frozen")
-    elif closed:
+    elif stages.closed:
         notes.append("by the base rule, as the curvature is closed")
     elif block.never_seen:
         notes.append("never seen in a backward pass, so by the base rule (a warning lists what may be the cause)")
     elif block.out_of_sight:
         notes.append("no longer seen in backward passes, so the factors are old ones")
     elif not block.has_direction:
-        notes.append("by the base rule until its first decomposition")
+        unseen = stages.progress.step and not block.has_data()
+        notes.append(
+            "by the base rule until its first decomposition" + ("; nothing seen of it so far" if unseen else "")
+        )
     elif block.is_constrained:
         notes.append("hardly stretched: its weights are changed between steps")
     a, g = (f"{spec.pairs} x {spec.dim}" if spec.pairs > 1 else str(spec.dim) for spec in block.specs)

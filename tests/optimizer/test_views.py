@@ -128,6 +128,21 @@ def test_layers_that_wait_for_their_first_decomposition_are_counted_apart() -> N
     assert footer.startswith("2 layers preconditioned, 2 of them not yet, 0 parameters by the base rule")
 
 
+def test_a_layer_that_no_step_has_used_is_named() -> None:
+    """It has no gradient, so no warning tells of it, and its row promised a decomposition that never came."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+    model.spare = nn.Linear(8, 8)
+    model.forward = lambda x: model[1](model[0](x))
+    optimizer = KFACSGD(model, lr=0.1, **EVERY_STEP)
+    assert not any("nothing seen of it so far" in row for row in rows_of(str(optimizer.curvature)).values())
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(16, 4)).square().mean().backward()
+        optimizer.step()
+    rows = rows_of(str(optimizer.curvature))
+    assert [name for name, row in rows.items() if "nothing seen of it so far" in row] == ["spare"]
+
+
 def test_what_is_shown_of_a_closed_optimizer_is_that_it_is_closed() -> None:
     """It showed what had been learned, and promised a first decomposition."""
     model = make_model()
