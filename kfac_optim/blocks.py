@@ -121,11 +121,12 @@ class Block:
 
         ``spreads``: whether those of a spread refresh are needed, too.
         """
-        self.kept_by = self.workers
+        if self.kept_by is None or not self.state:  # else its factors are still where other workers have kept them
+            self.kept_by = self.workers
         for source in SOURCES[: 2 + spreads]:
             if source in self.state:
                 continue
-            device, kept = self.layer.weight.device, (self.workers.keeps(side, rank) for side in range(2))
+            device, kept = self.layer.weight.device, (self.kept_by.keeps(side, rank) for side in range(2))
             a, g = (spec.empty(dtype, device, kept=here) for spec, here in zip(self.specs, kept, strict=True))
             snapshot: Snapshot = {"A": a, "G": g}
             if source == "current":

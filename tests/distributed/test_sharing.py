@@ -453,7 +453,8 @@ def move(rank: int, world_size: int) -> dict[str, Any]:
                 )
             }
             found["moved", name, solver] = before != [after[i].inverse_workers for i in ("0", "4")]
-            optimizer.curvature.synchronize()  # moves them, outside of a step
+            if solver == "inverse":  # moves them outside of a step, which else does so
+                optimizer.curvature.synchronize()
             train(wrapped, optimizer, range(6, 12), rank=rank, world_size=world_size)
             found["weights", name, solver] = values(model)
     return found
