@@ -23,7 +23,6 @@ from __future__ import annotations
 import copy
 import math
 import numbers
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -63,7 +62,7 @@ class CurvatureEngine(Config):
         UserWarning: If no module owns any of the parameters: all of them then train by the base rule.
     """
 
-    _owners: tuple[weakref.ref[Any], ...] = ()
+    _turns_steps: bool | None = None  # None: the engine is used by itself, without an optimizer of this package
 
     def __init__(
         self, model: nn.Module | Iterable[Any], params: Iterable[nn.Parameter] | None = None, **given: Any
@@ -77,27 +76,12 @@ class CurvatureEngine(Config):
     __signature__ = signature(__init__)
 
     @property
-    def owner(self) -> Any:
-        """The optimizer of this package that calls the engine; None for an engine used by itself."""
-        return next((owner for each in self._owners if (owner := each()) is not None), None)
-
-    @property
     def turns_steps(self) -> bool:
-        return bool(getattr(self.owner, "precondition", "gradient") == "momentum")
+        return bool(self._turns_steps)
 
-    def belong_to(self, optimizer: Any, *, shared: bool = False) -> None:
-        """Makes an optimizer the owner of the engine, which refers to it weakly.
-
-        A copied optimizer may do so before the copy of its engine has its state, if the engine was copied first.
-
-        Args:
-            optimizer: The optimizer.
-            shared: Whether those that own it now go first, for as long as they live: a shallow copy shares the engine.
-        """
-        owners = [each for each in self._owners if each() is not None] if shared else []
-        if all(each() is not optimizer for each in owners):
-            owners.append(weakref.ref(optimizer))
-        self._owners = tuple(owners)
+    def serve(self, *, turns_steps: bool) -> None:
+        """Makes it the engine of an optimizer of this package, which turns its steps or preconditions gradients."""
+        self._turns_steps = turns_steps
 
     def _option_changed(self) -> None:
         self.stages.check_scaling()
@@ -273,7 +257,7 @@ class CurvatureEngine(Config):
             ValueError: If the scaling needs a learning rate and none is given.
         """
         stages, trained = self.stages, self.stages.trained
-        if self.owner is not None:
+        if self._turns_steps is not None:
             raise RuntimeError(
                 "this engine belongs to an optimizer, whose step() already preconditions: call that only"
             )
@@ -351,9 +335,7 @@ class CurvatureEngine(Config):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry the model; hooks, scaler, communicator and what is captured stay behind."""
-        state = {**self.__dict__, "grad_scaler": None, "communicator": None}
-        state.pop("_owners", None)  # the copy may have one already
-        return state
+        return {**self.__dict__, "grad_scaler": None, "communicator": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, stages=copy.copy(state["stages"]))  # copy.copy() passes those of the original

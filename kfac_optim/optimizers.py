@@ -98,7 +98,7 @@ class KFACMixin(_Optimizer):
 
     def __init__(self, params: Any, *args: Any, model: nn.Module | None = None, **options: Any) -> None:
         refuse_base(type(self), self._base_function())
-        self.precondition = options.pop("precondition", _PRECONDITIONS[0])
+        precondition = _checked(options.pop("precondition", _PRECONDITIONS[0]))
         if not (model is None or isinstance(model, nn.Module)):
             raise TypeError(f"model={type(model).__name__}: must be an nn.Module")
         if isinstance(params, nn.Module):
@@ -119,21 +119,25 @@ class KFACMixin(_Optimizer):
         self._private = frozenset(n for n in added if n.startswith("_") and not n.startswith("_optimizer_"))
         if isinstance(derived_from, KFACMixin):
             self.__dict__.update(derived_from._settings())
-            engine = derived_from.curvature
+            self.curvature = derived_from.curvature
         else:
             trained = self._parameters()
-            engine = CurvatureEngine(trained if model is None else model, trained, **_DEFAULTS | curvature)
-        engine.belong_to(self)
-        self.curvature = engine
+            source = trained if model is None else model
+            self.curvature = CurvatureEngine(source, trained, **_DEFAULTS | curvature)
+            self.precondition = precondition
         if self.state:  # filled by Adagrad; torch.distributed.checkpoint then takes it to be complete
-            engine.stages.allocate(engine.stages.blocks)
+            self.curvature.stages.allocate(self.curvature.stages.blocks)
             self._show_layer_states()
         self._show_counters()
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "precondition" and value not in _PRECONDITIONS:
-            raise ValueError(f"precondition={value!r}: must be {' or '.join(map(repr, _PRECONDITIONS))}")
-        super().__setattr__(name, value)
+    @property
+    def precondition(self) -> str:
+        """What is preconditioned, "momentum" or "gradient", as in the constructor; may be set."""
+        return "momentum" if self.curvature.turns_steps else "gradient"
+
+    @precondition.setter
+    def precondition(self, value: str) -> None:
+        self.curvature.serve(turns_steps=_checked(value) == "momentum")
 
     # The step -------------------------------------------------------------------------------------------------------
 
@@ -356,14 +360,18 @@ class KFACMixin(_Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         with set_aside(state.get("state", {})):
             super().__setstate__(state)
-        if "curvature" in self.__dict__:
-            self.curvature.belong_to(self, shared=True)
 
     def _settings(self) -> dict[str, Any]:
         """The options that are attributes of the object rather than entries of its groups."""
         shared = ("defaults", "state", "param_groups", "curvature", "step")
         own = [key for key in vars(self) if key in self._private or not key.startswith("_")]
         return {key: vars(self)[key] for key in own if key not in shared}
+
+
+def _checked(precondition: str) -> str:
+    if precondition not in _PRECONDITIONS:
+        raise ValueError(f"precondition={precondition!r}: must be {' or '.join(map(repr, _PRECONDITIONS))}")
+    return precondition
 
 
 class KFACSGD(KFACMixin, torch.optim.SGD):

@@ -47,7 +47,6 @@ def test_the_derived_optimizer_goes_on_with_the_engine(kfac: Any) -> None:
     plain, inner = (kfac(m, **CLASSES[kfac], **SETTINGS) for m in models)
     optimizer = derived(inner, models[1])
     assert optimizer.curvature is inner.curvature
-    assert optimizer.curvature.owner is optimizer
     del inner
     for model, trained in zip(models, (plain, optimizer), strict=True):
         train(model, trained, range(8))
@@ -79,8 +78,6 @@ def test_no_other_subclass_takes_an_engine_over(kfac: Any) -> None:
     first = KFACSGD(model, lr=0.1, **OFTEN)
     second = kfac(model.parameters())
     assert second.curvature is not first.curvature
-    assert first.curvature.owner is first
-    assert second.curvature.owner is second
     assert first.curvature.damping != second.curvature.damping
 
 
@@ -90,4 +87,3 @@ def test_not_even_over_the_same_groups(kfac: Any) -> None:
     first = KFACSGD(model, lr=0.1, **OFTEN)
     second = kfac(first.param_groups)
     assert second.curvature is not first.curvature
-    assert first.curvature.owner is first
