@@ -175,7 +175,7 @@ class Config:
     )
     communicator: Communicator | None = _fixed_option(
         None,
-        checks.optional(Communicator, "a kfac_optim.Communicator"),
+        checks.optional(Communicator, "a kfac_optim.Communicator (of a process group: TorchCommunicator(group))"),
         """The processes that train together: ``TorchCommunicator(process_group)``, ``HorovodCommunicator()`` or one of
         your own. None: torch.distributed's default group if it is initialised, else one process.""",
     )

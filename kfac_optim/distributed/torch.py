@@ -45,7 +45,10 @@ class TorchCommunicator(Communicator):
         average_gradients: bool = True,
     ) -> None:
         if not _is_group(process_group):
-            raise TypeError(f"process_group={process_group!r}: must be a torch.distributed.ProcessGroup or None")
+            raise TypeError(
+                f"process_group={process_group!r}: must be a torch.distributed.ProcessGroup (a DeviceMesh has "
+                "get_group()) or None"
+            )
         if not (dist.is_available() and dist.is_initialized()):
             raise ValueError("TorchCommunicator: call torch.distributed.init_process_group() first")
         rank = dist.get_rank(process_group)

@@ -113,8 +113,8 @@ def check_saved(
     if blocks and not states and counters["last_refresh"] >= 0:
         raise ValueError(
             "the state has counters but no Kronecker factors: it is damaged, or torch.distributed.checkpoint read "
-            "it into an optimizer that had no room for them, because there were gradients when its state_dict() "
-            "was asked for: ask for it before the first backward pass"
+            "it into an optimizer that had no room for them: before the first backward pass, read it into what "
+            "get_optimizer_state_dict(model, optimizer) returns, and hand that to set_optimizer_state_dict()"
         )
     _loaded_options(stages.config, counters)
     for name, own in _shard(stages).items():

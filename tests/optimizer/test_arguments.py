@@ -121,7 +121,7 @@ TABLE: list[tuple[str, Any, type[Exception], str]] = [
     ("spread", True, TypeError, r"an int >= 0 or a callable\(step\) or None"),
     ("assignment", "random", ValueError, "'layer-wise'.*'factor-wise'.*'kaisa'"),
     ("assignment", 0.5, TypeError, "assign"),
-    ("communicator", "horovod", TypeError, "Communicator"),
+    ("communicator", "horovod", TypeError, r"Communicator.*TorchCommunicator\(group\).* or None"),
     ("grad_scaler", 65536.0, TypeError, "GradScaler"),
     ("grad_scaler", torch.amp.GradScaler, TypeError, "GradScaler"),
     ("factor_dtype", "float32", (TypeError, ValueError), "torch.float32"),

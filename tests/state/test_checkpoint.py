@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -691,6 +693,17 @@ def test_distributed_checkpoint_round_trip(kfac: Any, options: str, flatten: boo
     set_optimizer_state_dict(resumed, again, state, options=how)
     train(resumed, again, range(K, 2 * K))
     assert_identical(resumed, model)
+
+
+def test_distributed_checkpoint_that_got_the_optimizer_itself_is_told_the_remedy(tmp_path: Path) -> None:
+    """A fresh one has no factors to read into; torch hands it the counters alone."""
+    model, optimizer = build(KFACSGD)
+    train(model, optimizer, range(K))
+    dcp.save({"optimizer": optimizer}, checkpoint_id=tmp_path, no_dist=True)
+    _, fresh = build(KFACSGD)
+    with pytest.raises(ValueError, match=r"no room for them: .* read it into what get_optimizer_state_dict"):
+        dcp.load({"optimizer": fresh}, checkpoint_id=tmp_path, no_dist=True)
+    assert fresh.curvature.step_count == 0
 
 
 @pytest.mark.fast("KFACLAMB")
