@@ -414,6 +414,48 @@ def test_layers_that_are_skipped_may_be_wrapped_on_fewer_ranks() -> None:
     assert_equal_on_ranks(run_ranks(2, train_experts))
 
 
+class Routed(nn.Module):
+    """Each expert gets its part of the batch."""
+
+    def __init__(self, dense: nn.Module, experts: list[nn.Module]) -> None:
+        super().__init__()
+        self.dense, self.experts = dense, nn.ModuleList(experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.dense(x).chunk(len(self.experts))
+        return torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
+
+
+def train_experts_of_their_own(rank: int, world_size: int) -> list[list[Tensor]]:
+    """Every expert has an optimizer of its own, beside that of the layers which all ranks have."""
+    dense, experts = make_model().double(), [nn.Linear(3, 3).double() for _ in range(2)]
+    model = Routed(dense, experts if world_size == 1 else [experts[rank]])
+    options = {"lr": 0.05, "momentum": 0.9, **SETTINGS, "damping": OfLargest(0.03)}
+    shared = KFACSGD(dense.parameters(), model=model, **options)
+    own = [KFACSGD(expert, communicator=LocalCommunicator(), **options) for expert in model.experts]
+
+    def average() -> None:
+        if world_size > 1:
+            average_gradients(dense.parameters())
+            for p in model.experts.parameters():
+                p.grad.div_(world_size)  # type: ignore[union-attr]
+
+    def step() -> None:
+        for optimizer in own:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(model, shared, range(8), step, rank=rank, world_size=world_size, before_step=average)
+    return [values(dense), *map(values, model.experts)]
+
+
+def test_experts_may_have_optimizers_of_their_own() -> None:
+    expected = train_experts_of_their_own(0, 1)
+    for rank, (dense, expert) in enumerate(run_ranks(2, train_experts_of_their_own)):
+        assert_all_near([dense], expected[0])
+        assert_all_near([expert], expected[1 + rank])
+
+
 def start_late(rank: int, world_size: int, folder: str, before: str) -> list[Tensor]:
     """The process group comes after the optimizer, which has done something before."""
     dist.destroy_process_group()
