@@ -228,7 +228,7 @@ class KFACMixin(_Optimizer):
 
     @torch.no_grad()
     def _step_along(self) -> None:
-        share_gradients(self.curvature.stages.comm, self._parameters(), exhausted=True)
+        share_gradients(self.curvature.stages.comm, self._parameters(), self.param_groups, exhausted=True)
         self._take_step()
 
     @property

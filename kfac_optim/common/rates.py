@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 Scalar = float | Tensor  # a 0-dim tensor if only the device knows the number
 
+_SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
+
 
 def rate_of(group: Mapping[str, Any]) -> Scalar:
     """The learning rate of a group, 0-dim if it is a tensor; 1 if the class has none, or finds it by itself (None).
@@ -41,3 +43,21 @@ def rates_of(groups: Sequence[Mapping[str, Any]]) -> Scalar | dict[nn.Parameter,
     """The learning rate of all groups, or one for each parameter if they differ."""
     common = common_rate([rate_of(group) for group in groups])
     return {p: rate_of(group) for group in groups for p in group["params"]} if common is None else common
+
+
+def scheduled(groups: Sequence[Mapping[str, Any]]) -> list[float]:
+    """The numbers of groups that schedulers change."""
+    values = [group[name] for group in groups for name in _SCHEDULED if group.get(name) is not None]
+    return [float(x) for value in values for x in (value if isinstance(value, tuple | list) else [value])]
+
+
+def set_scheduled(groups: Sequence[dict[str, Any]], numbers: Sequence[float]) -> None:
+    """Sets what :func:`scheduled` has returned for the groups of another rank."""
+    left = iter(numbers)
+    for group in groups:
+        for name in [name for name in _SCHEDULED if group.get(name) is not None]:
+            value = group[name]
+            if isinstance(value, Tensor):
+                value.fill_(next(left))
+            else:
+                group[name] = tuple(next(left) for _ in value) if isinstance(value, tuple | list) else next(left)

@@ -61,6 +61,11 @@ def check(comm: Communicator, built: Mapping[str, object], learned: Collection[s
             ". If each rank has a part of the model (pipeline stages, ZeroRedundancyOptimizer), give it the ranks "
             "that have the same: communicator=TorchCommunicator(group), or LocalCommunicator() if there is no other"
         )
+    elif "rate" in names:
+        remedy = (
+            ". Give a scheduler that looks at the loss (ReduceLROnPlateau) the mean over all ranks, and step "
+            "schedulers equally often on all of them"
+        )
     elif set(names) & set(learned):
         remedy = (
             ". If some ranks train a model of their own, give each the ranks that train the same one: "

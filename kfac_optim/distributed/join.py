@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..common.rates import scheduled, set_scheduled
 from .communicator import Broadcast, Communicator
 from .torch import wrappers_of
 
@@ -30,7 +31,7 @@ def register_joinable(cls: type[_T]) -> type[_T]:
 def take_part_in_join(
     optimizer: Any, comm: Communicator, find_parameters: Callable[[], Sequence[nn.Parameter]], *, first: bool
 ) -> None:
-    """Tells ``Join``, if it is in use, that this rank takes a step, and shares the gradients of its parameters.
+    """Tells ``Join``, if it is in use, that this rank takes a step, and shares its gradients and rates.
 
     Raises:
         RuntimeError: If ``Join`` has a DDP model without the optimizer; it is checked in the ``first`` step.
@@ -40,7 +41,7 @@ def take_part_in_join(
         from torch.distributed.algorithms.join import Join
 
         Join.notify_join_context(optimizer)
-        share_gradients(comm, find_parameters(), exhausted=False)
+        share_gradients(comm, find_parameters(), optimizer.param_groups, exhausted=False)
     elif first and any(wrapper._join_config.enable for wrapper in wrappers_of(find_parameters())):
         raise RuntimeError(
             "Join, or the model's join(), has the model without the optimizer, which exchanges statistics: a rank that "
@@ -59,14 +60,19 @@ def join_hook(step: Callable[[], Any]) -> Any:
     return StepAlong()
 
 
-def share_gradients(comm: Communicator, parameters: Sequence[nn.Parameter], *, exhausted: bool) -> None:
+def share_gradients(
+    comm: Communicator, parameters: Sequence[nn.Parameter], groups: Sequence[dict[str, Any]] = (), *, exhausted: bool
+) -> None:
     """Copies the gradients of the first rank that still has inputs to the ranks that have none (a collective).
+
+    So are the numbers that schedulers change, because those of ranks without inputs are not stepped.
 
     DDP has already made them equal on all active ranks.
 
     Args:
         comm: The ranks.
         parameters: The optimizer's parameters, in an order that all ranks share.
+        groups: Its parameter groups.
         exhausted: Whether this rank has run out of inputs; its ``.grad`` are then replaced.
     """
     if comm.world_size == 1:
@@ -79,12 +85,14 @@ def share_gradients(comm: Communicator, parameters: Sequence[nn.Parameter], *, e
         return
     source, everyone = int(active.argmax()), tuple(range(comm.world_size))  # the first rank that has inputs
     present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device="cpu")
-    comm.send([Broadcast([present], source, everyone)], "counts")
+    numbers = torch.tensor(scheduled(groups), dtype=torch.float64, device="cpu")
+    comm.send([Broadcast([present, *([numbers] if groups else [])], source, everyone)], "counts")
     trained = [p for p, there in zip(parameters, present.tolist(), strict=True) if there]
     dense = torch.contiguous_format
     buffers = [torch.empty_like(p, memory_format=dense) if p.grad is None else p.grad.contiguous() for p in trained]
     comm.send([Broadcast([buffer], source, everyone) for buffer in buffers], "gradients")
     if exhausted:
+        set_scheduled(groups, numbers.tolist())
         received = dict(zip(trained, buffers, strict=True))
         for parameter in parameters:
             buffer = received.get(parameter)

@@ -225,6 +225,46 @@ def test_ranks_that_end_early_under_join(world_size: int) -> None:
     assert_all_near([outcomes[0][0][0]], outcomes[0][1][0])
 
 
+def train_joined_on_schedule(rank: int, world_size: int, schedule: str) -> tuple[list[Tensor], list[float]]:
+    """Rank r has 4 + 3 r batches, and a scheduler that is stepped after each; returns the numbers of the last step."""
+    model = make()
+    wrapped = DDP(model)
+    groups = [
+        {"params": model.stem.parameters(), "lr": 0.05},
+        {"params": [*model.left.parameters(), model.head.weight]},
+    ]
+    options = {"model": wrapped, **SETTINGS, "scaling": "graft"}
+    optimizer: Any
+    scheduler: Any
+    if schedule == "one cycle":
+        optimizer = KFACAdam(groups, lr=0.1, **options)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.05, 0.02], total_steps=20)
+    else:
+        optimizer = KFACSGD(groups, lr=torch.tensor(0.1), **options)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+
+    def numbers() -> list[float]:
+        return [float(x) for group in optimizer.param_groups for x in (group["lr"], *group.get("betas", ()))]
+
+    last: list[float] = []
+
+    def after() -> None:
+        last[:] = numbers()
+        scheduler.step()
+
+    with Join([wrapped, optimizer]):
+        batches = (step * world_size + rank for step in range(4 + 3 * rank))
+        train(wrapped, optimizer, batches, after, shape=SHAPE)
+    return values(model), last if rank else numbers()
+
+
+@pytest.mark.parametrize("schedule", ["one cycle", "exponential"])
+def test_ranks_that_end_early_follow_the_schedule_of_the_others(schedule: str) -> None:
+    (weights, numbers), (others, theirs) = run_ranks(2, train_joined_on_schedule, schedule)
+    assert_equal_on_ranks([weights, others])
+    assert numbers == theirs
+
+
 def train_with_the_model_in_join_alone(rank: int, world_size: int, closed: bool) -> None:
     wrapped = DDP(make())
     optimizer = KFACSGD(wrapped.parameters(), **OPTIONS)

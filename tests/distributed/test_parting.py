@@ -112,6 +112,19 @@ def test_whatever_is_set_on_one_rank_only(what: str, text: str) -> None:
         assert text in str(story), story
 
 
+def train_on_plateaus(rank: int, world_size: int) -> None:
+    """A scheduler that sees a rank's own loss, which falls on the first rank alone."""
+    model, optimizer = make(rank, {})
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=2)
+    losses = iter([9.0 - (1 - rank) * step for step in range(STEPS)])
+    train(model, optimizer, range(STEPS), lambda: scheduler.step(next(losses)), rank=rank, world_size=world_size)
+
+
+def test_rates_that_differ_are_told_apart() -> None:
+    for story in run_ranks(2, train_on_plateaus, may_fail=True):
+        assert "rate is 0.05 on rank 0, 0.005" in str(story) and "ReduceLROnPlateau" in str(story), story
+
+
 def build_differently(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(4, 4) for _ in range(20)]
