@@ -263,8 +263,8 @@ def test_all_schedulable_hyperparameters_are_here() -> None:
     holders = {
         f"{option}={name}"
         for option, module in modules.items()
-        for name in module.__all__
-        if is_dataclass(kind := getattr(module, name)) and any("Schedule[" in str(f.type) for f in fields(kind))
+        for name, kind in vars(module).items()
+        if not name.startswith("_") and is_dataclass(kind) and any("Schedule[" in str(f.type) for f in fields(kind))
     }
     assert set(HOLDERS) == holders
 
