@@ -35,7 +35,10 @@ def sharding_problem(parameter: Tensor, roots: Iterable[nn.Module], comm: Commun
         return ""
     placements, roots = cast(Any, parameter).placements, list(roots)
     if are_rows(placements) and uses_fsdp(roots):
-        return ""
+        # FSDP2 gives rows to the ranks of a process group in ascending order, DTensor in the order of the mesh.
+        rows = mesh_of(parameter).mesh.view(-1, mesh_of(parameter).size(-1)).tolist()
+        ascending = all(row == sorted(row) for row in rows)
+        return "" if ascending else "on a mesh whose ranks are not in ascending order: take one of init_device_mesh()"
     if not _is_split(parameter, roots):
         if all(placement.is_replicate() for placement in placements):
             return "a DTensor that every rank has whole: use DistributedDataParallel in place of replicate()"

@@ -52,6 +52,15 @@ def test_without_fsdp2_they_are_split_by_tensor_parallelism(mesh: DeviceMesh) ->
     assert "split by tensor parallelism" in sharding_problem(sharded(mesh, *ROWS), [nn.Linear(8, 8)], ALONE)
 
 
+def test_rows_that_do_not_lie_in_the_order_of_the_ranks_are_a_problem(mesh: DeviceMesh) -> None:
+    """FSDP2 gives rows to the ranks of a process group in ascending order, a DTensor in the order of the mesh."""
+    names = ("outer", "inner")
+    columns, turned = (DeviceMesh("cpu", ranks, mesh_dim_names=names) for ranks in ([[0, 4], [1, 5]], [[4, 0], [5, 1]]))
+    model, other = (fully_shard(nn.Linear(8, 8), mesh=each) for each in (columns, turned))
+    assert sharding_problem(model.weight, [model], ALONE) == ""
+    assert "take one of init_device_mesh()" in sharding_problem(other.weight, [other], ALONE)
+
+
 @pytest.mark.parametrize("placements", OTHERS, ids=str)
 def test_anything_but_rows_is_a_problem_under_fsdp2_too(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
     roots = [fully_shard(nn.Linear(8, 8), mesh=mesh)]
