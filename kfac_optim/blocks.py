@@ -233,7 +233,7 @@ class Block:
 
     @property
     def has_direction(self) -> bool:
-        """Whether some rank has decompositions: the layer is preconditioned."""
+        """Whether the layer is preconditioned, because some rank has decompositions."""
         return self.in_use is not None
 
     def install(self, sides: Sides | None, spectra: KnownSpectra | None) -> None:

@@ -1,12 +1,15 @@
-"""The walks of docs/walks.rst: the functions that a page names are called, in this order."""
+"""The walks of docs/walks.rst: the functions it names are called, in this order, and events do what it says."""
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from torch import Tensor, nn
 
 import kfac_optim
 from kfac_optim import KFACSGD, KFACAdam, LocalCommunicator
+from kfac_optim.bases.records import TURN
 from tests.helpers.pages import ROOT
 
 PACKAGE = Path(kfac_optim.__file__).parent
@@ -102,3 +106,77 @@ def test_the_page_names_the_calls_of_a_later_step_in_order(name: str, before: in
     optimizer.zero_grad()
     model(torch.randn(32, 8)).square().mean().backward()
     require_in_order(walk(name), calls_of(optimizer.step))
+
+
+def rows_of_events() -> dict[str, list[str]]:
+    """What becomes of passes, decompositions and records, by event."""
+    rows = re.findall(r"^(``[\w.]+\(\)``[^=]*?)  +(\w+)  +(\w+(?: again)?)  +(\w+)  +``", PAGE, re.MULTILINE)
+    return {event: outcomes for event, *outcomes in rows}
+
+
+class Interrupted(Exception):
+    """Raised by a base class's step."""
+
+
+def happen(event: str, model: nn.Sequential, optimizer: KFACAdam) -> None:
+    """Has an event of docs/walks.rst happen."""
+    if event == "``zero_grad()``":
+        optimizer.zero_grad()
+    elif event == "``add_param_group()``":
+        model.append(nn.Linear(4, 4))
+        optimizer.add_param_group({"params": list(model[-1].parameters())})
+    elif event == "``load_state_dict()``":
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    elif event == "``curvature.close()``":
+        optimizer.curvature.close()
+    elif event == "``step()``, the base's raises":
+        optimizer._base_step = Mock(side_effect=Interrupted)  # type: ignore[method-assign]
+        with pytest.raises(Interrupted):
+            optimizer.step()
+    else:
+        if event == "``step()``, gradient not finite":
+            next(model.parameters()).grad.fill_(torch.inf)  # type: ignore[union-attr]
+        elif event == "``step()``, new layer unfrozen":
+            model[2].requires_grad_(True)
+        else:
+            assert event == "``step()``"
+        optimizer.step()
+
+
+@pytest.mark.parametrize("event", rows_of_events())
+def test_what_an_event_throws_away(event: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    model[2].requires_grad_(False)
+    options: dict[str, Any] = {"factor_update_steps": 5, "inv_update_steps": 1000}
+    optimizer = KFACAdam([*model[0].parameters(), *model[4].parameters(), *model[2].parameters()], **options)
+    stages = optimizer.curvature.stages
+    head = next(block for block in stages.blocks if block.layer.weight is model[4].weight)
+
+    def train() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(16, 8)).square().mean().backward()
+
+    def seen() -> Any:
+        return head.in_use, float(head.state["current"]["A"]["weight"]), optimizer.state[model[4].weight].get(TURN)
+
+    for _ in range(10):
+        train()
+        optimizer.step()
+    train()  # its statistics are due
+    in_use, weight, turn = seen()
+    happen(event, model, optimizer)
+    now_in_use, now_weight, now_turn = seen()
+    passes = "used" if now_weight != weight else "dropped"
+    again = now_in_use is not None or stages.refresher.communicates(
+        optimizer.curvature, stages.progress.step, may_begin=False
+    )
+    decompositions = "kept" if now_in_use is in_use else "made again" if again else "dropped"
+    records = "dropped" if now_turn is None else "kept" if now_turn is turn else "renewed"
+    if records == "renewed" and torch.equal(now_turn, turn):
+        records = "loaded"
+    assert [passes, decompositions, records] == rows_of_events()[event]
+
+
+def test_each_event_is_there() -> None:
+    assert len(rows_of_events()) == 8
