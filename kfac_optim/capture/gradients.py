@@ -72,9 +72,9 @@ def _accumulator_ahead(weight: Tensor) -> Any:
 
 
 def is_used_itself(layer: KroneckerLayer) -> bool:
-    """Whether a module of the layer has the weight as a parameter, and does not compute with another tensor instead."""
+    """Whether the layer's modules have the weight as a parameter, and do not compute with another tensor instead."""
     weight = layer.weight
-    for module in layer.modules:  # loops, because this is asked for each layer, and generators take longer
+    for module in layer.owners:  # loops, because this is asked for each layer, and generators take longer
         for own in module._parameters.values():
             if own is weight:
                 return True

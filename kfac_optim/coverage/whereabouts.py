@@ -31,7 +31,7 @@ class Whereabouts:
         self._slots = self._computed + [
             (module, name, own)
             for layer in layers
-            for module in layer.modules
+            for module in layer.owners
             for name, own in module._parameters.items()
             if own is not None and not is_sharded(own) and any(own is p for p in layer.parameters)
         ]
@@ -53,7 +53,7 @@ class Whereabouts:
         homes: dict[nn.Parameter, set[nn.Module | None]] = {}
         for layer in self.layers:
             for parameter in layer.parameters:
-                homes.setdefault(parameter, set()).update((*layer.modules, layer.host))
+                homes.setdefault(parameter, set()).update((*layer.owners, layer.host))
         for owner, _, parameter in self._computed:  # a parametrization that is removed keeps its parameter
             homes.setdefault(parameter, set()).add(owner)
         present = ((p, module) for module in self._modules() for p in module._parameters.values() if p is not None)
@@ -74,7 +74,7 @@ class Whereabouts:
 
     def _find_places(self) -> list[tuple[nn.Module, str, nn.Module]]:
         """All modules that contain a module of interest, each as its parent, its name there, and itself."""
-        watched = {module for layer in self.layers for module in (*layer.modules, layer.host)}
+        watched = {module for layer in self.layers for module in (*layer.modules, *layer.owners, layer.host)}
         watched.update(owner for owner, _, _ in self._computed)
         return [
             (parent, name, module)

@@ -30,6 +30,7 @@ Where to look::
     convolution.py   Conv, ConvTranspose
     windows.py       how a kernel slides over an image; the second moment of unfolded patches
     shifts.py        the same moment from products of shifted images, if that is faster
+    weight_norm.py   Linear and convolutions with weight norm
     norm.py          LayerNorm, RMSNorm, GroupNorm, BatchNorm, SyncBatchNorm
     attention.py     the projections of MultiheadAttention
     lookalikes.py    modules that have their own forward but compute the same as one of the above

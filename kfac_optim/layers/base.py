@@ -83,9 +83,11 @@ class KroneckerLayer(ABC):
         host: For the projections of attention, which are not modules that are called, the module whose forward calls
             ``F.linear`` with the weight; else None.
         notes: What a user should know about the layer, shown in the table.
+        why_alone: Why other parameters of its modules are no part of the block; empty: there is nothing to say.
     """
 
     rule = "Kronecker"
+    why_alone = ""
     pairs_share_scale = False
     diagonal_input = False
     always_expands = False
@@ -132,6 +134,11 @@ class KroneckerLayer(ABC):
     def parameters(self) -> tuple[nn.Parameter, ...]:
         """The weight, and the bias unless it is None."""
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    @property
+    def owners(self) -> Sequence[nn.Module]:
+        """The modules that hold weight and bias: those that use them, unless a parametrization is in between."""
+        return self.modules
 
     def add_modules(self, modules: Iterable[nn.Module]) -> None:
         """Adds modules that use the same weight and bias."""

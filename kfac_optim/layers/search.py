@@ -16,6 +16,7 @@ from .base import COMPUTED, Declined, KroneckerLayer
 from .lookalikes import lookalike
 from .options import LayerOptions
 from .registry import LayerFactory, factory_of
+from .weight_norm import with_weight_norm
 
 _LISTS = (nn.ParameterList, nn.ParameterDict)
 
@@ -86,7 +87,7 @@ class FoundLayers:
         self._layers: dict[nn.Parameter, KroneckerLayer] = {}  # by weight
         self._names: dict[nn.Parameter, str] = {}  # of all parameters
         self._reasons: dict[nn.Parameter, str] = {}  # why parameters are declined
-        self._beside_untrained: set[nn.Parameter] = set()  # biases of layers whose weight the optimizer does not train
+        self._beside: dict[nn.Parameter, str] = {}  # why parameters of a layer's modules are no part of it
         # A ParameterList only lists parameters: those of layers, perhaps, for an optimizer or a penalty.
         owners = (module for root in roots for module in root.modules() if not isinstance(module, _LISTS))
         self._unlisted = {p for module in owners for p in module._parameters.values() if p is not None}
@@ -114,6 +115,9 @@ class FoundLayers:
         for parameter_name, parameter in module.named_parameters(name, recurse=recurse):
             if parameter in lent and not _skipped(name, self._options):
                 continue
+            if isinstance(module, ParametrizationList) and (parameter in self._layers or parameter in self._beside):
+                self._names.setdefault(parameter, parameter_name)  # of a layer with weight norm
+                continue
             if reason and parameter not in self._names:
                 self._reasons[parameter] = reason
             elif reason:
@@ -122,7 +126,11 @@ class FoundLayers:
         for layer in layers:
             self._add(layer)
             if not self._options.trains(layer.weight):
-                self._beside_untrained.update(nn.Module.parameters(module))
+                why = "the weight of its layer is not among the optimizer's parameters"
+                self._beside.update(dict.fromkeys(nn.Module.parameters(module), why))
+            elif layer.why_alone:
+                others = set(nn.Module.parameters(module)).difference(layer.parameters)
+                self._beside.update(dict.fromkeys(others, layer.why_alone))
         for layer in layers:
             if reason := _skipped(layer.name, self._options):
                 self._reasons.update(dict.fromkeys(layer.parameters, reason))
@@ -131,8 +139,8 @@ class FoundLayers:
         """Why a parameter has no layer."""
         if parameter in self._reasons:
             return self._reasons[parameter]
-        if parameter in self._beside_untrained:
-            return "the weight of its layer is not among the optimizer's parameters"
+        if parameter in self._beside:
+            return self._beside[parameter]
         return (
             "neither weight nor bias of a layer" if parameter.requires_grad else "frozen when the optimizer was built"
         )
@@ -228,7 +236,7 @@ def _layers_of(name: str, module: nn.Module, options: LayerOptions) -> tuple[Seq
     if factory is None:
         return (), note
     try:
-        made = factory(name, module, options)
+        made = with_weight_norm(factory, module)(name, module, options)
     except Declined as declined:
         return (), str(declined)
     layers = (made,) if isinstance(made, KroneckerLayer) else tuple(made)

@@ -267,7 +267,7 @@ def test_layers_that_were_found_anew_when_interrupted_are_watched(monkeypatch: p
     model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3))
     optimizer = KFACSGD(model, lr=0.1, **SETTINGS)
     train(model, optimizer, range(3))
-    nn.utils.parametrizations.weight_norm(model[0])
+    nn.utils.parametrizations.spectral_norm(model[0])
     optimizer.param_groups[0]["params"] = list(model.parameters())
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Preconditioner, "clear", interrupt)
