@@ -283,8 +283,8 @@ class TrainedModel:
                 f"the optimizer steps on parameters that the model no longer has, of {', '.join(map(repr, lost))}: "
                 "they have been replaced since the optimizer was built, by load_state_dict(assign=True), "
                 "weight_norm() or its removal, .to() under "
-                "torch.__future__.set_overwrite_module_params_on_conversion(True) or an assignment. Build the optimizer "
-                "after that, or put the new parameters in the place of the old ones in "
+                "torch.__future__.set_overwrite_module_params_on_conversion(True) or an assignment. Build the "
+                "optimizer after that, or put the new parameters in the place of the old ones in "
                 f"optimizer.param_groups{_RESHARD}"
             )
 

@@ -137,7 +137,7 @@ class KroneckerLayer(ABC):
 
     @property
     def owners(self) -> Sequence[nn.Module]:
-        """The modules that hold weight and bias: those that use them, unless a parametrization is in between."""
+        """The modules whose parameters weight and bias are; most often they also use them."""
         return self.modules
 
     def add_modules(self, modules: Iterable[nn.Module]) -> None:
