@@ -17,7 +17,8 @@ A variant of the defaults is tried by ``--option``, once for each keyword, in te
 benchmarks/results/swap/main.json`` runs the swap alone, beside the base runs of the first command.
 
 ``--longer 10 --label longer`` gives every training ten times its steps. ``--lamb --label lamb`` trains by LAMB, at
-three rates each, what other classes train by default.
+three rates each, what other classes train by default, ``--weight-norm --label weight-norm`` networks whose layers have
+weight norm.
 
 How much of a difference is chance is told by ``--again --label again``: in the place of the swap the base class runs
 once more, from weights that a thousandth of noise has changed.
@@ -41,7 +42,7 @@ from benchmarks.common.settings import nearest
 from benchmarks.swap import report
 from benchmarks.swap.judging import Verdict
 from benchmarks.swap.training import Run, Training
-from benchmarks.swap.trainings import HALVES, TRAININGS, UNDER_LAMB
+from benchmarks.swap.trainings import HALVES, TRAININGS, UNDER_LAMB, WITH_WEIGHT_NORM
 
 NUDGE = 1e-3  # the share by which the weights of a base that runs again are changed
 AGAIN = (f"the base again, weights changed by {NUDGE:g}",)  # in the place of the swap's options
@@ -121,6 +122,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--only", nargs="+", metavar="NAME", help=f"some trainings alone: {', '.join(TRAININGS)}")
     add("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N", help="(default: 0 1 2)")
     add("--lamb", action="store_true", help="trainings of other classes by LAMB, NAME-small, NAME-usual and NAME-edge")
+    add(
+        "--weight-norm", action="store_true", help="with weight norm in all Linear layers and convolutions, NAME-normed"
+    )
     add("--longer", type=int, default=1, metavar="N", help="times the steps of each training (default: 1)")
     add("--label", default="main", metavar="NAME", help="of the result files (default: main)")
     add("--reuse", type=Path, metavar="FILE", help="JSON of an earlier run whose base runs are taken over")
@@ -129,7 +133,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.again and options.option:
             raise ValueError("--again runs no swap, for which --option is meant")
         keywords(options.option)
-        known = UNDER_LAMB if options.lamb else TRAININGS
+        if options.lamb and options.weight_norm:
+            raise ValueError("--lamb and --weight-norm have trainings of their own: give one of them")
+        known = UNDER_LAMB if options.lamb else WITH_WEIGHT_NORM if options.weight_norm else TRAININGS
         chosen = [known[nearest("training", name, known)] for name in options.only or known]
         wanted = [training for training in chosen if options.half in ("both", training.half)]
         if not wanted:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -51,6 +52,15 @@ def nudge_(model: nn.Module, share: float) -> None:
     """Change each weight by a share of itself, of this size and at random."""
     for parameter in model.parameters():
         parameter.mul_(1 + share * torch.randn_like(parameter))
+
+
+def with_weight_norm(make: Callable[[], Script]) -> Script:
+    """Build a script, and give all of its plain Linear layers and convolutions weight norm."""
+    script = make()
+    for module in [module for part in script.parts for module in part.model.modules()]:
+        if type(module) in (nn.Linear, nn.Conv1d, nn.Conv2d):
+            parametrizations.weight_norm(module)
+    return script
 
 
 # Scripts -------------------------------------------------------------------------------------------------------------

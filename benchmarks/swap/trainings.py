@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from benchmarks.swap import control, generative, supervised
-from benchmarks.swap.training import Training
+from benchmarks.swap.training import Training, with_weight_norm
 
 CHOOSE = [
     Training("mlp", "choose", supervised.digits_mlp, "SGD", {"lr": 0.01}, "small", 400),
@@ -79,7 +80,8 @@ JUDGE = [
 TRAININGS: dict[str, Training] = {training.name: training for training in CHOOSE + JUDGE}
 
 LAMB_RATES = {"small": 0.003, "usual": 0.01, "edge": 0.03}  # for networks as small as these
-# All that another class trains, once more by LAMB; but for games and control, whose losses say little.
+_CONTROL = ("actor-critic", "deep-q", "gan")  # games and control, whose losses say little
+# All that another class trains, once more by LAMB.
 UNDER_LAMB: dict[str, Training] = {
     (name := f"{training.name}-{rate}"): replace(
         training,
@@ -89,8 +91,14 @@ UNDER_LAMB: dict[str, Training] = {
         rate=rate,
     )
     for training in CHOOSE + JUDGE
-    if training.optimizer != "Lamb" and training.name not in ("actor-critic", "deep-q", "gan")
+    if training.optimizer != "Lamb" and training.name not in _CONTROL
     for rate, lr in LAMB_RATES.items()
+}
+# All with weight norm; but for the GPT with a tied head, whose one weight would become two.
+WITH_WEIGHT_NORM: dict[str, Training] = {
+    (name := f"{training.name}-normed"): replace(training, name=name, make=partial(with_weight_norm, training.make))
+    for training in CHOOSE + JUDGE
+    if training.name not in (*_CONTROL, "gpt-adder")
 }
 HALVES = {
     "choose": "the half that defaults are chosen by",

@@ -15,7 +15,7 @@ from benchmarks.swap import __main__ as swap
 from benchmarks.swap import control, times
 from benchmarks.swap.judging import SHARES, Pair, Verdict, is_behind, summary, thinned, window_before
 from benchmarks.swap.training import SWAPS, Run
-from benchmarks.swap.trainings import CHOOSE, HALVES, JUDGE, TRAININGS, UNDER_LAMB
+from benchmarks.swap.trainings import CHOOSE, HALVES, JUDGE, TRAININGS, UNDER_LAMB, WITH_WEIGHT_NORM
 
 
 def steps(training, count, kfac=None, seed=0):
@@ -75,6 +75,19 @@ def test_what_other_classes_train_is_trained_by_lamb_too(tmp_path):
     assert swap.main(words) == 0
     base, swapped = json.loads((tmp_path / "lamb.json").read_text())["runs"]
     assert base["run"]["optimizer"] == "Lamb" and base["points"] != swapped["points"]
+
+
+def test_networks_may_have_weight_norm(tmp_path):
+    assert len(WITH_WEIGHT_NORM) == len(TRAININGS) - 4 and {*WITH_WEIGHT_NORM}.isdisjoint(TRAININGS)
+    run = Run(WITH_WEIGHT_NORM["resnet-normed"], 0, {})
+    rules = {layer.rule_name for layer in run.optimizers[0].curvature.layers}
+    assert {"WeightNormConv, expand", "WeightNormLinear, expand"} <= rules
+    words = ["--weight-norm", "--only", "mlp-normed", "--seeds", "0", "--smoke", "--label", "n", "--out", str(tmp_path)]
+    assert swap.main(words) == 0
+    base, swapped = json.loads((tmp_path / "n.json").read_text())["runs"]
+    assert base["run"]["training"] == "mlp-normed" and base["points"] != swapped["points"]
+    with pytest.raises(SystemExit):
+        swap.main([*words, "--lamb"])
 
 
 @pytest.mark.parametrize("base", SWAPS)
