@@ -32,6 +32,8 @@ ROWS = [
     (SWAP, "ten times the steps, half only evaluated", "longer", "judge", OF_ONE_SEED),
     (SWAP, "three rates each, half that chose", "lamb", "choose", OF_ONE_SEED),
     (SWAP, "three rates each, half only evaluated", "lamb", "judge", OF_ONE_SEED),
+    (SWAP, "normed, half that chose", "weight-norm", "choose", COLUMNS),
+    (SWAP, "normed, half evaluated", "weight-norm", "judge", COLUMNS),
     (SWAP, "the base again, from slightly other weights, both", "again", "both", COLUMNS),
     (SWAP, "the base again by LAMB, both", "lamb-again", "both", OF_ONE_SEED),
 ]
