@@ -134,6 +134,7 @@ def load_checked(stages: Stages, states: Mapping[nn.Parameter, State], counters:
     config.set_options(_loaded_options(config, counters))
     stages.progress.load(counters)
     spreads = config.may_spread or counters.get("pending_spread", -1) >= 0
+    stages.preconditioner.clear()  # its stacks hold the decompositions, and what these were made of
     for block in blocks:
         block.drop()
         block.adopt({})

@@ -626,6 +626,17 @@ def test_deleting_the_optimizer_frees_model_and_engine() -> None:
 
 # Memory --------------------------------------------------------------------------------------------------------------
 
+
+def test_loading_a_state_frees_the_old_decompositions_and_their_factors() -> None:
+    model, optimizer = build(KFACSGD)
+    train(model, optimizer, range(4))
+    state = copy.deepcopy(optimizer.state_dict())
+    watched = [weakref.ref(block.in_use) for block in optimizer.curvature.stages.blocks]
+    assert watched and all(watched)
+    optimizer.load_state_dict(state)
+    assert [used() for used in watched] == [None] * len(watched)
+
+
 FISHERS = ["empirical", "categorical"]
 
 
