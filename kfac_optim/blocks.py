@@ -174,7 +174,7 @@ class Block:
     def adopt(self, state: State) -> None:
         """Replaces the state."""
         self.state = state
-        if self.in_use is not None:
+        if self.in_use is not None and "in_use" in state:  # else what the decompositions were made of is gone
             self.in_use.adopt(state["in_use"])
 
     def fits(self, state: State) -> bool:

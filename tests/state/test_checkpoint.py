@@ -88,6 +88,16 @@ def test_a_state_that_was_emptied_is_saved_with_the_curvature(kfac: Any) -> None
     assert_go_on_alike(range(K, 2 * K), (model, optimizer), (model2, optimizer2))
 
 
+def test_training_goes_on_where_the_entries_of_layers_were_emptied() -> None:
+    model, optimizer = build(KFACSGD)
+    train(model, optimizer, range(K))
+    for state in optimizer.state.values():
+        if "kfac" in state:
+            state["kfac"] = {}
+    train(model, optimizer, range(K, 2 * K))
+    assert all(block.has_data() for block in optimizer.curvature.stages.blocks)
+
+
 def again_by_state(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
     fresh = build(type(optimizer), seed=1)
     fresh[0][0].requires_grad_(model[0].weight.requires_grad)  # type: ignore[index, union-attr]
