@@ -236,15 +236,18 @@ def train_joined_on_schedule(rank: int, world_size: int, schedule: str) -> tuple
     options = {"model": wrapped, **SETTINGS, "scaling": "graft"}
     optimizer: Any
     scheduler: Any
-    if schedule == "one cycle":
-        optimizer = KFACAdam(groups, lr=0.1, **options)
+    if schedule.startswith("one cycle"):  # which changes momentum or the first beta, too
+        momentum = {"momentum": 0.9} if schedule.endswith("momentum") else {}
+        optimizer = (KFACSGD if momentum else KFACAdam)(groups, lr=0.1, **momentum, **options)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.05, 0.02], total_steps=20)
     else:
         optimizer = KFACSGD(groups, lr=torch.tensor(0.1), **options)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
 
     def numbers() -> list[float]:
-        return [float(x) for group in optimizer.param_groups for x in (group["lr"], *group.get("betas", ()))]
+        groups = optimizer.param_groups
+        assert isinstance(groups[1]["lr"], Tensor) == (schedule == "exponential")
+        return [float(x) for group in groups for x in (group["lr"], group.get("momentum", 0), *group.get("betas", ()))]
 
     last: list[float] = []
 
@@ -258,7 +261,7 @@ def train_joined_on_schedule(rank: int, world_size: int, schedule: str) -> tuple
     return values(model), last if rank else numbers()
 
 
-@pytest.mark.parametrize("schedule", ["one cycle", "exponential"])
+@pytest.mark.parametrize("schedule", ["one cycle", "one cycle, momentum", "exponential"])
 def test_ranks_that_end_early_follow_the_schedule_of_the_others(schedule: str) -> None:
     (weights, numbers), (others, theirs) = run_ranks(2, train_joined_on_schedule, schedule)
     assert_equal_on_ranks([weights, others])
