@@ -261,6 +261,10 @@ def test_counts_of_scripts_that_nobody_had_looked_at_are_added_up() -> None:
     assert f"{behind} of {points}; ahead at {ahead_} " in results
     assert f"behind by more than 2 % at {behind} of {points} points, ahead by more than 2 % at {ahead_}" in page
     assert f"lower at the end in {lower} of {runs} runs" in page
+    sooner = re.findall(r"(\d+) of (\d+)", page.partition("comes sooner in seconds in")[2].partition(". All")[0])
+    first, of = (sum(int(pair[i]) for pair in sooner) for i in (0, 1))
+    assert f"in {first} of {of} runs of unseen scripts" in readme
+    assert f"in {first} of the {of} runs of unseen scripts" in results
 
 
 def test_counts_of_scripts_that_were_run_with_the_rule_of_today_are_added_up() -> None:
@@ -385,3 +389,45 @@ def test_figures_of_runs_side_by_side_are_those_of_the_files(column: int, name: 
             *of_seeds, of_median = of[title]
             assert says(median, of_median), (label, figures)
             assert not seeds or all(map(says, seeds, of_seeds)), (label, figures)
+
+
+def test_aims_are_told_with_the_figures_of_the_files() -> None:
+    text = " ".join(RESULTS.read_text(encoding="utf-8").split())
+    main, more, again, lamb, lamb_again = (
+        {column: shown(column, value).partition(" of ")[0] for column, value in summary(name, "both").items()}
+        for name in ("main", "more-seeds", "again", "lamb", "lamb-again")
+    )
+    lower, held_out = "lower at the end", "held out not worse"
+    assert f"- {main['behind']}; with other seeds {more['behind']} " in text
+    assert f"- {main[lower]} of 96, equal in 3; with other seeds {more[lower]}, " in text
+    assert f"- {main[held_out]} of 90; {more[held_out]} of 90. The base against itself: {again[held_out]} " in text
+    assert re.search(rf"- {lamb['behind']}, 25 of .* The base against itself: {lamb_again['behind']} ", text)
+    for label in ("the suite, geometric mean", *list(TIMES)[:3]):
+        assert f"- {cells(SWAP, label)[0]}; another machine" in text, label
+
+
+@pytest.mark.parametrize(("row", "task"), list(enumerate(("digits", "curves", "text"))))
+def test_tuned_tasks_are_told_among_the_aims_with_the_figures_of_the_files(row: int, task: str) -> None:
+    pattern = r"- ([\d.]+), ([\d.]+); bases ([\d.]+), ([\d.]+)"
+    found, files = re.findall(pattern, RESULTS.read_text(encoding="utf-8"))[row], tuned(task)
+    for text, name in zip(found, ("KFACSGD for SGD", "KFACAdam for Adam", "SGD", "Adam"), strict=True):
+        assert says(text, [value for label, value in files[name].items() if label.startswith("loss at")][-1]), name
+
+
+def test_runs_side_by_side_are_told_among_the_aims_with_the_figures_of_the_files() -> None:
+    results, after = " ".join(RESULTS.read_text(encoding="utf-8").split()), "peer's loss after"
+
+    def listed(values: list[float], digits: int) -> str:
+        return ", ".join(f"{value:.{digits}f}" for value in values)
+
+    muon, ours = side_by_side("text").values()
+    assert f"- {listed([float(x) for x in ours[after][:3]], 2)}; another machine" in results
+    pairs = zip(muon["loss"][:3], ours["loss at peer's time"], strict=False)
+    assert f"- {listed([float(theirs) - float(own) for theirs, own in pairs], 3)}; another machine" in results
+    shares = [float(side_by_side(name)["KFACSGD"][after][-1]) for name in ("text-64", "text-256")]
+    assert f"- {shares[0]:.2f} and {shares[1]:.2f} of its seconds" in results
+    curves, digits = side_by_side("curves"), side_by_side("digits")
+    share, held_out = float(curves["KFAC"][after][-1]), [float(curves[x]["held out"][-1]) for x in ("KFAC", "Muon")]
+    assert f"``KFAC``: {share:.2f}; {held_out[0]:.1f} held out, Muon {held_out[1]:.1f}; another" in results
+    own, sgd = (float(digits[name]["target after"][-1]) for name in ("KFACSGD", "SGD"))
+    assert f"- {own:.2f}, SGD {sgd:.2f} " in results
