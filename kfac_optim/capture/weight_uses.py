@@ -38,7 +38,9 @@ class WeightUses:
 
     def note_call(self, index: int, result: Tensor) -> None:
         """Notes that a layer was called and returned ``result``."""
-        if index not in self._looked_at and is_used_itself(self._layers[index]):
+        layer = self._layers[index]
+        # Weight norm may have v in the graph twice (dim=None), and both are the layer's own use.
+        if index not in self._looked_at and not layer.reparametrized and is_used_itself(layer):
             node = torch.autograd.graph.get_gradient_edge(result).node
             node.register_prehook(functools.partial(self._on_derivative, index))
             self._results.setdefault(index, []).append(node)

@@ -75,6 +75,7 @@ class KroneckerLayer(ABC):
         always_expands: Whether ``sharing`` is "expand" whatever the options say.
         copies_rows: Whether the entries of rows are those of inputs and output gradients, unchanged, so that half
             precision can hold them.
+        reparametrized: Whether its modules compute their weight from ``weight``, in operations of their own.
         pairs_share_scale: Whether the pairs share one damping and one norm.
         stored_transposed: Whether the weight is the transpose of its matrix in memory; vectors of such layers are then
             kept as transposes too, which need no copying.
@@ -88,6 +89,7 @@ class KroneckerLayer(ABC):
 
     rule = "Kronecker"
     why_alone = ""
+    reparametrized = False
     pairs_share_scale = False
     diagonal_input = False
     always_expands = False

@@ -52,6 +52,7 @@ class _WeightNormLayer(RowsLayer):
     """What layers with weight norm share: their parameter is v."""
 
     copies_rows = False  # rows are computed: in full precision under autocast
+    reparametrized = True
     why_alone = "the gain or the bias of a layer with weight norm, of which v alone is preconditioned"
 
     def own_parameters(self, module: nn.Module) -> tuple[nn.Parameter, None]:

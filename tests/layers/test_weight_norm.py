@@ -255,3 +255,15 @@ def test_a_plain_layer_may_get_weight_norm_if_the_optimizer_gets_its_parameters(
     model(torch.randn(8, 4)).square().mean().backward()
     optimizer.step()
     assert [type(layer).__name__ for layer in optimizer.curvature.layers] == ["WeightNormLinearLayer", "LinearLayer"]
+
+
+@pytest.mark.parametrize("dim", [0, None])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_norm_of_v_is_no_use_beside_the_calls(way: Way, dim: int | None) -> None:
+    """Without a fused kernel, v is in the graph twice."""
+    model = nn.Sequential(way(nn.Linear(4, 3), dim), nn.Tanh(), nn.Linear(3, 2))
+    optimizer = KFACAdam(model, lr=0.01, **OFTEN)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
