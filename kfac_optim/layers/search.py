@@ -87,7 +87,8 @@ class FoundLayers:
         self._layers: dict[nn.Parameter, KroneckerLayer] = {}  # by weight
         self._names: dict[nn.Parameter, str] = {}  # of all parameters
         self._reasons: dict[nn.Parameter, str] = {}  # why parameters are declined
-        self._beside: dict[nn.Parameter, str] = {}  # why parameters of a layer's modules are no part of it
+        self._beside: dict[nn.Parameter, KroneckerLayer] = {}  # by parameters that are no part of it, but its modules'
+        self._owners: set[nn.Module] = set()  # of the layers' parameters
         # A ParameterList only lists parameters: those of layers, perhaps, for an optimizer or a penalty.
         owners = (module for root in roots for module in root.modules() if not isinstance(module, _LISTS))
         self._unlisted = {p for module in owners for p in module._parameters.values() if p is not None}
@@ -115,7 +116,7 @@ class FoundLayers:
         for parameter_name, parameter in module.named_parameters(name, recurse=recurse):
             if parameter in lent and not _skipped(name, self._options):
                 continue
-            if isinstance(module, ParametrizationList) and (parameter in self._layers or parameter in self._beside):
+            if isinstance(module, ParametrizationList) and module in self._owners and not _skipped(name, self._options):
                 self._names.setdefault(parameter, parameter_name)  # of a layer with weight norm
                 continue
             if reason and parameter not in self._names:
@@ -125,12 +126,9 @@ class FoundLayers:
             self._names.setdefault(parameter, parameter_name)
         for layer in layers:
             self._add(layer)
-            if not self._options.trains(layer.weight):
-                why = "the weight of its layer is not among the optimizer's parameters"
-                self._beside.update(dict.fromkeys(nn.Module.parameters(module), why))
-            elif layer.why_alone:
-                others = set(nn.Module.parameters(module)).difference(layer.parameters)
-                self._beside.update(dict.fromkeys(others, layer.why_alone))
+            self._owners.update(layer.owners)
+            if layer.why_alone or not self._options.trains(layer.weight):
+                self._beside.update(dict.fromkeys(nn.Module.parameters(module), layer))
         for layer in layers:
             if reason := _skipped(layer.name, self._options):
                 self._reasons.update(dict.fromkeys(layer.parameters, reason))
@@ -140,7 +138,10 @@ class FoundLayers:
         if parameter in self._reasons:
             return self._reasons[parameter]
         if parameter in self._beside:
-            return self._beside[parameter]
+            layer = self._beside[parameter]
+            if not self._options.trains(layer.weight):
+                return "the weight of its layer is not among the optimizer's parameters"
+            return self._reasons.get(layer.weight, layer.why_alone)
         return (
             "neither weight nor bias of a layer" if parameter.requires_grad else "frozen when the optimizer was built"
         )

@@ -257,6 +257,26 @@ def test_a_plain_layer_may_get_weight_norm_if_the_optimizer_gets_its_parameters(
     assert [type(layer).__name__ for layer in optimizer.curvature.layers] == ["WeightNormLinearLayer", "LinearLayer"]
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_v_shared_with_a_module_without_rule_is_declined(way: Way, norm_first: bool) -> None:
+    covered, other = way(nn.Conv1d(4, 4, 3)), way(nn.ConvTranspose1d(4, 4, 3))
+    owners = [m if way is by_hook else m.parametrizations["weight"] for m in (covered, other)]  # type: ignore[index]
+    setattr(owners[1], "weight_v" if way is by_hook else "original1", v_of(covered))
+    model = nn.ModuleList([covered, other] if norm_first else [other, covered])
+    found = FoundLayers([model], LayerOptions())
+    assert found.layers == []
+    reasons = [why for _, why in found.uncovered.values()]
+    assert all("computed from other parameters" in why for why in reasons)  # the gain's, too
+    assert len(reasons) == 5
+
+
+def test_skip_layers_may_name_the_parametrization() -> None:
+    found = FoundLayers([make(by_parametrization)], LayerOptions(skip_layers=["parametrizations"]))
+    assert [layer.name for layer in found.layers] == ["4"]
+    assert all("skip_layers" in why for _, why in found.uncovered.values())
+
+
 @pytest.mark.parametrize("dim", [0, None])
 @pytest.mark.parametrize("way", WAYS)
 def test_the_norm_of_v_is_no_use_beside_the_calls(way: Way, dim: int | None) -> None:
