@@ -36,6 +36,8 @@ class Whereabouts:
             if own is not None and not is_sharded(own) and any(own is p for p in layer.parameters)
         ]
         self._places = self._find_places()
+        # A parametrization that is removed keeps its parameter, too.
+        self._owners = [(layer, list(layer.owners)) for layer in layers if layer.owners is not layer.modules]
 
     @property
     def are_intact(self) -> bool:
@@ -48,7 +50,7 @@ class Whereabouts:
         Returns whether it has accepted the new places. Loops that drop layers, or train heads in turn, move modules in
         every step; a module that is out for now has no gradients.
         """
-        if not self._have_parameters():
+        if not self._have_parameters() or any(layer.owners != owners for layer, owners in self._owners):
             return False
         homes: dict[nn.Parameter, set[nn.Module | None]] = {}
         for layer in self.layers:

@@ -34,15 +34,14 @@ class _Normed(NamedTuple):
 
 
 def _normed(module: nn.Module) -> _Normed | None:
-    """What is behind the weight of a module; None if it has no weight norm, or more than that."""
-    # Both kinds by name: torch has deprecated the class of one, and that of the other is private.
-    owner, names = module, ("weight_v", "weight_g")  # torch.nn.utils.weight_norm()
+    """What is behind the weight of a module; None if it has no weight norm of torch's, or more than that."""
+    owner, names, kind = module, ("weight_v", "weight_g"), "WeightNorm"  # torch.nn.utils.weight_norm()
+    norms: list[Any] = [hook for hook in module._forward_pre_hooks.values() if type(hook).__name__ == kind]
     if parametrize.is_parametrized(module, "weight"):  # torch.nn.utils.parametrizations.weight_norm()
-        owner, names = module.parametrizations["weight"], ("original1", "original0")  # type: ignore[index,assignment]
-        kinds = [type(part).__name__ for part in owner.children()]
-        if kinds != ["_WeightNorm"]:
-            return None
-    elif not any(type(hook).__name__ == "WeightNorm" for hook in module._forward_pre_hooks.values()):
+        owner, names, kind = module.parametrizations["weight"], ("original1", "original0"), "_WeightNorm"  # type: ignore[index,assignment]
+        norms = list(owner.children())
+    # By name, because torch has deprecated the class of the hook, and that of the parametrization is private.
+    if [(type(norm).__name__, type(norm).__module__.partition(".")[0]) for norm in norms] != [(kind, "torch")]:
         return None
     v, gain = (owner._parameters.get(name) for name in names)
     return None if v is None or gain is None else _Normed(owner, v, gain)  # they may be pruned or parametrized in turn

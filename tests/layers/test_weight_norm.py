@@ -233,10 +233,10 @@ def test_weight_norm_may_be_removed_if_the_optimizer_gets_the_weight(way: Way) -
     train(model, optimizer, range(3))
     if way is by_hook:
         nn.utils.remove_weight_norm(model[2])
-        with pytest.raises(RuntimeError, match="weight_norm\\(\\) or its removal"):
-            train(model, optimizer, range(3, 4))
     else:
         parametrize.remove_parametrizations(model[2], "weight")
+    with pytest.raises(RuntimeError, match="weight_norm\\(\\) or its removal"):
+        train(model, optimizer, range(3, 4))
     optimizer.add_param_group({"params": [model[2].weight]})
     train(model, optimizer, range(4, 7))
     assert [type(layer).__name__ for layer in optimizer.curvature.layers][1:] == ["LinearLayer", "LinearLayer"]
@@ -287,3 +287,29 @@ def test_the_norm_of_v_is_no_use_beside_the_calls(way: Way, dim: int | None) -> 
         warnings.simplefilter("error")
         model(torch.randn(8, 4)).square().mean().backward()
     optimizer.step()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_weight_norm_that_is_made_anew_is_an_error_until_the_optimizer_knows(way: Way) -> None:
+    model = make(way)
+    optimizer = KFACAdam(model, lr=0.01, **OFTEN)
+    train(model, optimizer, range(3))
+    nn.utils.remove_weight_norm(model[2]) if way is by_hook else parametrize.remove_parametrizations(model[2], "weight")
+    way(model[2])
+    with pytest.raises(RuntimeError, match="parameters that the model no longer has"):
+        train(model, optimizer, range(3, 4))
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    train(model, optimizer, range(4, 7))
+    assert optimizer.curvature.layers[1].weight is v_of(model[2])
+
+
+def test_other_classes_of_that_name_are_not_taken_for_torchs() -> None:
+    class WeightNorm:
+        def __call__(self, module: nn.Module, inputs: Any) -> None:
+            module.weight = module.weight_v * module.weight_g
+
+    module = nn.Linear(3, 4)
+    module.weight_v, module.weight_g = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(4, 1))
+    del module._parameters["weight"]
+    module.register_forward_pre_hook(WeightNorm())
+    assert FoundLayers([module], LayerOptions()).layers == []
