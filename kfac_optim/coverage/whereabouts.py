@@ -37,7 +37,7 @@ class Whereabouts:
         ]
         self._places = self._find_places()
         # A parametrization that is removed keeps its parameter, too.
-        self._owners = [(layer, list(layer.owners)) for layer in layers if layer.owners is not layer.modules]
+        self._owners = [(layer, list(layer.owners)) for layer in layers if layer.reparametrized]
 
     @property
     def are_intact(self) -> bool:

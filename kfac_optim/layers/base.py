@@ -75,7 +75,6 @@ class KroneckerLayer(ABC):
         always_expands: Whether ``sharing`` is "expand" whatever the options say.
         copies_rows: Whether the entries of rows are those of inputs and output gradients, unchanged, so that half
             precision can hold them.
-        reparametrized: Whether its modules compute their weight from ``weight``, in operations of their own.
         pairs_share_scale: Whether the pairs share one damping and one norm.
         stored_transposed: Whether the weight is the transpose of its matrix in memory; vectors of such layers are then
             kept as transposes too, which need no copying.
@@ -84,12 +83,12 @@ class KroneckerLayer(ABC):
         host: For the projections of attention, which are not modules that are called, the module whose forward calls
             ``F.linear`` with the weight; else None.
         notes: What a user should know about the layer, shown in the table.
-        why_alone: Why other parameters of its modules are no part of the block; empty: there is nothing to say.
+        reparametrized: If its modules compute their weight from ``weight``, in operations of their own: why their other
+            parameters are no part of the block; else empty.
     """
 
     rule = "Kronecker"
-    why_alone = ""
-    reparametrized = False
+    reparametrized = ""
     pairs_share_scale = False
     diagonal_input = False
     always_expands = False

@@ -127,7 +127,7 @@ class FoundLayers:
         for layer in layers:
             self._add(layer)
             self._owners.update(layer.owners)
-            if layer.why_alone or not self._options.trains(layer.weight):
+            if layer.reparametrized or not self._options.trains(layer.weight):
                 self._beside.update(dict.fromkeys(nn.Module.parameters(module), layer))
         for layer in layers:
             if reason := _skipped(layer.name, self._options):
@@ -141,7 +141,7 @@ class FoundLayers:
             layer = self._beside[parameter]
             if not self._options.trains(layer.weight):
                 return "the weight of its layer is not among the optimizer's parameters"
-            return self._reasons.get(layer.weight, layer.why_alone)
+            return self._reasons.get(layer.weight, layer.reparametrized)
         return (
             "neither weight nor bias of a layer" if parameter.requires_grad else "frozen when the optimizer was built"
         )

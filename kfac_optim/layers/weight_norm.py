@@ -51,8 +51,7 @@ class _WeightNormLayer(RowsLayer):
     """What layers with weight norm share: their parameter is v."""
 
     copies_rows = False  # rows are computed: in full precision under autocast
-    reparametrized = True
-    why_alone = "the gain or the bias of a layer with weight norm, of which v alone is preconditioned"
+    reparametrized = "the gain or the bias of a layer with weight norm, of which v alone is preconditioned"
 
     def own_parameters(self, module: nn.Module) -> tuple[nn.Parameter, None]:
         normed = _normed(module)
@@ -73,7 +72,8 @@ class _WeightNormLayer(RowsLayer):
         rows, normed = super().output_rows(module, g, context), _normed(module)  # type: ignore[safe-super]
         if normed is None:  # removed since the forward pass
             return rows
-        v, gain = normed.v.detach(), normed.gain.detach().flatten()  # of each row, or one for all
+        dtype = torch.promote_types(normed.v.dtype, torch.float32)
+        v, gain = normed.v.detach().to(dtype), normed.gain.detach().to(dtype).flatten()  # of each row, or one for all
         scales = gain / torch.linalg.vector_norm(v.reshape(len(gain), -1), dim=1)
         return rows * scales.expand(len(v)).view(self.pairs, self.d_out).to(rows)
 

@@ -313,3 +313,14 @@ def test_other_classes_of_that_name_are_not_taken_for_torchs() -> None:
     del module._parameters["weight"]
     module.register_forward_pre_hook(WeightNorm())
     assert FoundLayers([module], LayerOptions()).layers == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_of_half_precision_weights_are_multiplied_in_float32(way: Way) -> None:
+    torch.manual_seed(0)
+    module = way(nn.Linear(7, 3).bfloat16())
+    layer, v, g = layer_of(module), v_of(module), torch.randn(4, 3, dtype=torch.float32)
+    gain = next(p for name, p in module.named_parameters() if name.endswith(("weight_g", "original0")))
+    expected = g.double() * (gain.double() / v.double().norm(dim=1, keepdim=True)).T
+    found = layer.output_rows(module, g, None).view(4, 3)
+    torch.testing.assert_close(found.double(), expected.detach(), rtol=1e-6, atol=0.0)
