@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..common.flat_storage import SMALL_NUMEL
-from ..common.rates import Scalar
 from .sharding import is_sharded, mesh_of, own_part
 
 
@@ -33,16 +32,13 @@ def summed_over_shards(scalars: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-def largest_entry(tensors: Sequence[Tensor]) -> Scalar:
-    """The largest absolute entry of all tensors; NaN or infinite if one of their entries is.
+def largest_entry(tensors: Sequence[Tensor]) -> Tensor:
+    """The largest absolute entry of all tensors, 0-dim; NaN or infinite if one of their entries is; 0 if there is none.
 
     For sharded tensors the parts on all ranks count (a collective).
-
-    Returns:
-        A number if all tensors are on the CPU, which need not be waited for; else 0-dim.
     """
-    if tensors and all(map(_is_plain_on_cpu, tensors)):
-        return float(_extremes_on_cpu(tensors).abs().max())
+    if tensors and all(map(_is_plain_on_cpu, tensors)):  # soon told, as it is most often
+        return _extremes_on_cpu(tensors).abs().max()
     kinds: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.is_sparse:  # the gradient of an embedding with sparse=True, which the base class applies
@@ -50,9 +46,9 @@ def largest_entry(tensors: Sequence[Tensor]) -> Scalar:
         if tensor.numel():
             kinds.setdefault(mesh_of(tensor), []).append(tensor)
     largest = [_largest_of_one_kind(alike, mesh) for mesh, alike in kinds.items()]
-    if len(largest) == 1:
-        return largest[0]
-    return torch.stack([entry.to(largest[0].device) for entry in largest]).max() if largest else 0.0
+    if not largest:
+        return torch.zeros((), device="cpu")
+    return torch.stack([entry.to(largest[0].device) for entry in largest]).max() if len(largest) > 1 else largest[0]
 
 
 def _largest_of_one_kind(tensors: Sequence[Tensor], mesh: Any) -> Tensor:

@@ -66,10 +66,10 @@ class WeightWatch:
         self._marks = [torch.tensor(mark, dtype=torch.float64, device=p.device) for p, mark in marks.items()]
         self._rounding, self.watched = _ROUNDING, list(marks)
 
-    def edits(self) -> Tensor | Sequence[float]:
-        """1 for each of :attr:`watched` changed since the last step, else 0, ``[n]``."""
+    def edits(self) -> Tensor | None:
+        """1 for each of :attr:`watched` changed since the last step, else 0, ``[n]``; None if nothing is watched."""
         if not self.watched:
-            return ()
+            return None
         device = self.watched[0].device
         left, now = (torch.stack([m.to(device) for m in marks]) for marks in (self._marks, _marks_of(self.watched)))
         if self._rounding:

@@ -40,8 +40,8 @@ class Compared(NamedTuple):
         return is_sharded(self.gradients[0])
 
 
-def total_alignment(compared: Sequence[Compared], copies: Copies) -> Scalar:
-    """``multiplier <g, v>``, summed over all parameters, a number if all are on the CPU (a collective if sharded).
+def total_alignment(compared: Sequence[Compared], copies: Copies) -> Tensor:
+    """``multiplier <g, v>``, summed over all parameters, 0-dim (a collective if sharded).
 
     ``copies``: those of gradients that were compared before; new ones are added.
     """
@@ -160,11 +160,11 @@ def _times(product: Tensor, multiplier: Scalar) -> Tensor:
     return product * multiplier if isinstance(multiplier, Tensor) or multiplier != 1 else product
 
 
-def _sum(numbers: Sequence[Scalar]) -> Scalar:
-    """The sum of numbers and 0-dim tensors, which may be on several devices."""
+def _sum(numbers: Sequence[Scalar]) -> Tensor:
+    """The sum of numbers and 0-dim tensors, which may be on several devices, 0-dim."""
     on_host = sum(number for number in numbers if not isinstance(number, Tensor))
     others = [number for number in numbers if isinstance(number, Tensor)]
     if not others:
-        return on_host
+        return torch.tensor(on_host, dtype=torch.float64, device="cpu")
     total = others[0] if len(others) == 1 else torch.stack([number.to(others[0].device) for number in others]).sum()
     return total + on_host if on_host else total

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
@@ -23,51 +23,31 @@ from .inner_products import Compared, Copies, alignments, total_alignment
 
 
 @dataclass(frozen=True)
-class Stretched:
-    """The parameters that the last step stretched; ``after / before`` is the slope of :mod:`~.reach`.
+class Lessons:
+    """What new gradients say about the last step, in tensors, which :class:`Readings` reads. None: there is nothing.
 
     Attributes:
-        params: The parameters.
-        rates: The sizes of their learning rates, negative under ``maximize``; 1 if they are tensors, which are in the
-            other two.
+        largest: The largest absolute entry of the gradients, 0-dim; None: not yet known.
+        turn: The alignment of the gradients with the last ``k - u`` (:mod:`~.trust`), 0-dim.
+        average: Their alignment with the average that is kept where the base has no first moment, 0-dim.
+        length: The length of the base optimizer's last update, if directions were computed for it, 0-dim.
+        grows: Whether updates grow with the gradient (:meth:`.Rule.updates_grow`).
+        stretched: The parameters that the last step stretched, each with the size of its learning rate, negative under
+            ``maximize``; 1 if the rate is a tensor, which is in the next two.
         after: ``<g', s>`` of each, ``[n]``, with the gradient g' and the last stretch s.
         before: ``<g, s>`` of each, ``[n]``, with the averaged gradient g that s was made from.
-    """
-
-    params: Sequence[nn.Parameter] = ()
-    rates: Sequence[float] = ()
-    after: Tensor | Sequence[float] = ()
-    before: Tensor | Sequence[float] = ()
-
-    def slopes(self, readings: Readings) -> dict[nn.Parameter, tuple[float, float]]:
-        """``after`` and ``before`` by parameter, times its learning rate."""
-        each = zip(self.params, self.rates, readings.numbers(self.after), readings.numbers(self.before), strict=True)
-        return {p: (after * lr, before * abs(lr)) for p, lr, after, before in each}
-
-
-@dataclass(frozen=True)
-class Lessons:
-    """What new gradients say about the last step.
-
-    :class:`Readings` reads the numbers in those fields, and in those of ``stretched``, that are tensors.
-
-    Attributes:
-        largest: The largest absolute entry of the gradients; None: not yet known.
-        turn: The alignment of the gradients with the last ``k - u`` (:mod:`~.trust`), if there is one.
-        average: The alignment of the gradients with the average kept where the base has no first moment.
-        length: The length of the base optimizer's last update, if directions were computed for it.
-        grows: Whether updates grow with the gradient (:meth:`.Rule.updates_grow`).
-        stretched: What the gradients say about stretches.
         edits: Which weights were changed since the last step (:meth:`.WeightWatch.edits`).
     """
 
-    largest: Scalar | None
-    turn: Scalar | None
-    average: Scalar | None
+    largest: Tensor | None
+    turn: Tensor | None
+    average: Tensor | None
     length: Tensor | None
     grows: bool
-    stretched: Stretched
-    edits: Tensor | Sequence[float]
+    stretched: Mapping[nn.Parameter, float]
+    after: Tensor | None
+    before: Tensor | None
+    edits: Tensor | None
 
 
 class Readings:
@@ -93,19 +73,27 @@ class Readings:
         flags: Sequence[Tensor],
     ) -> None:
         largest = largest_entry(gradients) if lessons is None or lessons.largest is None else lessons.largest
-        learned = [] if lessons is None else [*vars(lessons).values(), *vars(lessons.stretched).values()]
+        learned = [] if lessons is None else vars(lessons).values()
         tensors = dict.fromkeys(each for each in (largest, *rates, *learned, *flags) if isinstance(each, Tensor))
         self._found = dict(zip(tensors, _numbers_in([*tensors]), strict=True))  # a tensor equals itself alone as a key
         self.lessons, self.largest = lessons, self.number(largest)
-        self.rate = max((abs(self.number(rate)) for rate in rates), default=0.0)
+        self.rate = max((abs(self.number(r) if isinstance(r, Tensor) else r) for r in rates), default=0.0)
 
-    def numbers(self, given: Tensor | Sequence[float]) -> Sequence[float]:
-        """The numbers in a tensor; others are returned as they are."""
-        return self._found[given] if isinstance(given, Tensor) else given
+    def numbers(self, tensor: Tensor | None) -> Sequence[float]:
+        """The numbers in a tensor; none for None."""
+        return () if tensor is None else self._found[tensor]
 
-    def number(self, given: Scalar | None) -> float:
-        """The number in a tensor; others are returned as they are, 0 for None."""
-        return self._found[given][0] if isinstance(given, Tensor) else given or 0.0
+    def number(self, tensor: Tensor | None) -> float:
+        """The number in a 0-dim tensor; 0 for None."""
+        return 0.0 if tensor is None else self._found[tensor][0]
+
+    def slopes(self) -> dict[nn.Parameter, tuple[float, float]]:
+        """``after`` and ``before`` of the lessons by parameter, times its learning rate."""
+        if self.lessons is None:
+            return {}
+        after, before = self.numbers(self.lessons.after), self.numbers(self.lessons.before)
+        each = zip(self.lessons.stretched.items(), after, before, strict=True)
+        return {p: (of_after * lr, of_before * abs(lr)) for (p, lr), of_after, of_before in each}
 
 
 def _numbers_in(tensors: Sequence[Tensor]) -> list[list[float]]:
@@ -128,10 +116,15 @@ def lessons_of(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], watc
         watch: Knows whether weights have changed since the last step.
     """
     members, copies = [*chain.from_iterable(buckets)], Copies()
+    turn = _turn(buckets, [rate_of(group) for group in optimizer.param_groups], copies)
+    average = _average(buckets, copies)
+    stretched, after, before = _stretched(buckets, copies)
     return Lessons(
-        turn=_turn(buckets, [rate_of(group) for group in optimizer.param_groups], copies),
-        average=_average(buckets, copies),
-        stretched=_stretched(buckets, copies),
+        turn=turn,
+        average=average,
+        stretched=stretched,
+        after=after,
+        before=before,
         largest=_largest_of([m.gradient for m in members], copies),  # after the others, which make the copies
         length=records.last_length(optimizer),
         grows=all(m.rule.updates_grow(m.state) for m in members),
@@ -139,7 +132,7 @@ def lessons_of(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], watc
     )
 
 
-def _turn(buckets: Sequence[Bucket], rates: Sequence[Scalar], copies: Copies) -> Scalar | None:
+def _turn(buckets: Sequence[Bucket], rates: Sequence[Scalar], copies: Copies) -> Tensor | None:
     """``|lr| <g', k - u>``, summed over all parameters, up to a positive factor; ``rates``: those of all groups."""
     common = common_rate(rates)
     # Rates are divided by it, which keeps signs: where all are equal, nothing is to be multiplied on the device.
@@ -151,7 +144,7 @@ def _turn(buckets: Sequence[Bucket], rates: Sequence[Scalar], copies: Copies) ->
     return total_alignment(compared, copies) if compared else None
 
 
-def _average(buckets: Sequence[Bucket], copies: Copies) -> Scalar | None:
+def _average(buckets: Sequence[Bucket], copies: Copies) -> Tensor | None:
     """``<g', m>`` with the averages m that stand in for first moments, summed over all parameters."""
     averaged = ([m for m in bucket if not m.has_first_moment] for bucket in buckets)
     found = records.recorded(averaged, MOMENT)
@@ -159,22 +152,22 @@ def _average(buckets: Sequence[Bucket], copies: Copies) -> Scalar | None:
     return total_alignment(compared, copies) if compared else None
 
 
-def _stretched(buckets: Sequence[Bucket], copies: Copies) -> Stretched:
-    """What the gradients say about the last stretches."""
-    params: list[nn.Parameter] = []
-    rates: list[float] = []
+def _stretched(
+    buckets: Sequence[Bucket], copies: Copies
+) -> tuple[dict[nn.Parameter, float], Tensor | None, Tensor | None]:
+    """What the gradients say about the last stretches: ``stretched``, ``after`` and ``before`` of :class:`Lessons`."""
+    found: dict[nn.Parameter, float] = {}
     compared: list[Compared] = []
     before: list[Tensor] = []
     both = records.STRETCH, records.DESCENT
     having_both = [records.having(bucket, *both) for bucket in buckets]  # users may have deleted one
-    found = (records.recorded(having_both, key) for key in both)
-    for (some, stretches), (_, descents) in zip(*found, strict=True):
+    recorded = (records.recorded(having_both, key) for key in both)
+    for (some, stretches), (_, descents) in zip(*recorded, strict=True):
         lr = _rate_downhill(some)
-        params += [m.p for m in some]
-        rates += [1.0 if isinstance(lr, Tensor) else lr] * len(some)
+        found.update(dict.fromkeys([m.p for m in some], 1.0 if isinstance(lr, Tensor) else lr))
         compared.append(Compared([m.gradient for m in some], stretches, lr if isinstance(lr, Tensor) else 1.0))
         before += [descent * abs(lr) for descent in descents] if isinstance(lr, Tensor) else descents
-    return Stretched(params, rates, alignments(compared, copies), _together(before)) if params else Stretched()
+    return (found, alignments(compared, copies), _together(before)) if found else ({}, None, None)
 
 
 def _rate_downhill(bucket: Bucket) -> Scalar:
@@ -187,7 +180,7 @@ def _rate_downhill(bucket: Bucket) -> Scalar:
     return -lr if bucket[0].group.get("maximize") else lr
 
 
-def _largest_of(gradients: Sequence[Tensor], copies: Copies) -> Scalar | None:
+def _largest_of(gradients: Sequence[Tensor], copies: Copies) -> Tensor | None:
     """The largest entry of some gradients, taken from their copies if there are any.
 
     None if they are sharded, because it is then a collective, which has to wait until the ranks have been compared.
@@ -199,9 +192,9 @@ def _largest_of(gradients: Sequence[Tensor], copies: Copies) -> Scalar | None:
     return largest_entry([*vectors, *(g for g in gradients if id(g) not in copied)])
 
 
-def _together(numbers: Sequence[Tensor]) -> Tensor | list[float]:
-    """Joins 0-dim tensors into one, as a view while they share one storage; reads those on the CPU."""
+def _together(numbers: Sequence[Tensor]) -> Tensor:
+    """Joins 0-dim tensors into one, on an accelerator as a view while they share one storage."""
     if not any(is_asynchronous(number.device) for number in numbers):
-        return list(map(float, numbers))
+        return torch.stack(list(numbers))
     view = flat_view(numbers)
     return torch.stack([number.to(numbers[0]) for number in numbers]) if view is None else view

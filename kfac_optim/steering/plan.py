@@ -80,7 +80,7 @@ class Steering:
             self.trust.learn(readings.number(lessons.turn), readings.number(lessons.average), grows=lessons.grows)
             has_momentum = lessons.grows and lessons.average is None  # without momentum there is an ``average``
             undone = self.watch.learn(blocks, readings.numbers(lessons.edits))
-            slopes = lessons.stretched.slopes(readings)
+            slopes = readings.slopes()
             along = sum(after for p, (after, _) in slopes.items() if p not in undone)
             self.graft.learn(along if has_momentum else None)
             warms_up = readings.rate > self.rate_history.last
