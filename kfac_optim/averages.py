@@ -71,7 +71,7 @@ class Averaging(Counted):
 
         Args:
             blocks: All blocks, in the order of the statistics' layer indices.
-            statistics: The packed raw sums of the step's micro-batches.
+            statistics: Of this step.
             decay: xi at this step.
             slack: The ``slack`` of :class:`~kfac_optim.forgetting`; infinite where xi does not depend on the moments.
             reports: Flags of this rank, which travel with the counts.
@@ -80,16 +80,15 @@ class Averaging(Counted):
             Whether any rank had something to add, and how many ranks have set each of the flags; both are the same on
             all ranks.
         """
-        rows_of = {i: rows for i in statistics.sums if (rows := statistics.rows(i))}
-        own = {i: statistics.sums[i] for i in rows_of}
+        own = {i: moments for i, moments in statistics.sums.items() if statistics.rows[i]}
         for index, moments in own.items():
             _require_fit(blocks[index], moments)
-        terms = self._scale_(own, statistics)
+        self._scale_(own, statistics.terms)
         # M belongs to the loss, so G also counts the terms of ranks that did not use the layer: their gradient is zero.
-        of_others = 0.0, self.terms_of_rank(statistics, None)[1]
-        counts = [(rows_of[i], terms[i]) if i in own else of_others for i in range(len(blocks))]
-        skips = sum(each.taken and not each.finite for each in statistics.counts)
-        seen, (all_skips, *reported) = self._of_all_ranks(blocks, counts, own, [skips, *reports])
+        counts = [(0.0, self.terms_of_rank(*statistics.all_terms)[1])] * len(blocks)
+        for index in own:
+            counts[index] = statistics.rows[index], self.terms_of_rank(*statistics.terms[index])[1]
+        seen, (all_skips, *reported) = self._of_all_ranks(blocks, counts, own, [statistics.skipped, *reports])
         self.skipped_batches += all_skips
         anything = False
         for index, (block, (of_a, of_g)) in enumerate(zip(blocks, seen, strict=True)):
@@ -134,7 +133,7 @@ class Averaging(Counted):
             seen, others = comm.sum([seen, others], "counts")
         return seen.tolist(), list(map(int, others.tolist()))
 
-    def terms_of_rank(self, statistics: StepMoments, layer: int | None) -> tuple[float, float]:
+    def terms_of_rank(self, terms: int, finite: int) -> tuple[float, float]:
         """This rank's share of the moment ``M^2 sum g g^T`` and of its count M.
 
         If the loss is a mean, M is R ``terms`` on R ranks with equal batches. If the ranks' gradients are averaged, a
@@ -143,32 +142,26 @@ class Averaging(Counted):
         The gradient for sampled targets is that of the sum of the terms, not of their mean.
 
         Args:
-            statistics: The statistics of the step. Its gradients are scaled by ``1 / M`` of all its micro-batches, but
-                only finite micro-batches count.
-            layer: The index of the layer; None: one that this rank has not used.
+            terms: M of all micro-batches of the step, by whose number gradients are scaled.
+            finite: M of those that count, because they are finite.
 
         Returns:
             The factor for the rank's own ``sum g g^T``, and the rank's share of M.
         """
-        terms, finite = statistics.loss_terms(layer)
         ranks = self.ranks.comm.world_size
         rank_weight = 1 / ranks if self.ranks.comm.average_gradients else 1.0
         if self.summed:
             return rank_weight**2, 1 / ranks * finite / max(1, terms)
         return 1.0 if self.sampled else (rank_weight * ranks * terms) ** 2, finite
 
-    def _scale_(self, own: Mapping[int, tuple[Tensor, Tensor]], statistics: StepMoments) -> dict[int, float]:
-        """Multiplies the moments of G by ``M^2``, in place; returns this rank's share of M by layer index."""
-        alike: dict[int, list[int]] = {}  # layers by the first micro-batch that counts for them, which decides
-        for index in own:
-            alike.setdefault(statistics.starts.get(index, 0), []).append(index)
-        terms_of: dict[int, float] = {}
-        for layers in alike.values():
-            scale, terms = self.terms_of_rank(statistics, layers[0])
-            terms_of.update(dict.fromkeys(layers, terms))
+    def _scale_(self, own: Mapping[int, tuple[Tensor, Tensor]], terms: Mapping[int, tuple[int, int]]) -> None:
+        """Multiplies the moments of G by ``M^2``, in place."""
+        alike: dict[float, list[Tensor]] = {}
+        for index, (_, of_g) in own.items():
+            alike.setdefault(self.terms_of_rank(*terms[index])[0], []).append(of_g)
+        for scale, moments in alike.items():
             if scale != 1:
-                torch._foreach_mul_([own[index][1] for index in layers], scale)
-        return terms_of
+                torch._foreach_mul_(moments, scale)
 
     def pool(self, blocks: Sequence[Block]) -> None:
         """Adds the moments of all ranks since the last pooling to the running averages of all blocks (a collective)."""

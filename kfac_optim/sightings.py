@@ -55,7 +55,7 @@ class Sightings:
             Whether this rank has trained for too many such steps in a row without seeing the model.
         """
         self._model_seen, self._lost = statistics.model_seen or self._lost, False
-        seen = self._model_seen or any(each.taken for each in resolved.counts)
+        seen = self._model_seen or resolved.any_taken
         if trains and not seen and statistics.has_gradients():
             self._unseen_steps += UNSEEN_STEPS if statistics.transformed else 1
         elif trains:

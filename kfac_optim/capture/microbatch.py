@@ -30,7 +30,7 @@ from .autograd import in_backward, is_of_loss
 from .calls import CONCURRENT, ModelCall
 from .gradients import GradientWatch, destination
 from .recorder import LayerCall, Recorder
-from .statistics import Counts, Moments, StepStatistics, TakenStatistics
+from .statistics import Moments, StepStatistics, TakenStatistics
 
 _COMPILED = (
     "gradients can't be watched under compiled autograd: call backward() without it "
@@ -60,9 +60,9 @@ class MicroBatch:
     to_caller: bool = False
 
     @property
-    def counts(self) -> Counts:
-        """What is counted of it, once the pass has ended."""
-        return Counts(max((call.terms for call in self.calls), default=1), self.rows)
+    def terms(self) -> int:
+        """M, once the pass has ended."""
+        return max((call.terms for call in self.calls), default=1)
 
     def note_caller(self) -> None:
         """Notes that the pass returns the gradients to its caller."""
@@ -204,8 +204,9 @@ class BackwardPasses:
             if batch.sums:
                 scale = self.recorder.loss_scale(next(iter(batch.sums.values()))[0].device)
                 statistics = self.to_caller if batch.to_caller else self.statistics
+                drops = self.recorder.has_scaler
                 try:
-                    statistics.add(batch.sums, batch.counts, scale, drop_overflowed=self.recorder.has_scaler)
+                    statistics.add(batch.sums, batch.terms, batch.rows, scale, drop_overflowed=drops)
                 except BaseException:  # which may have come when half of it was added
                     self.statistics, self.to_caller = StepStatistics(), StepStatistics()
                     raise
@@ -223,7 +224,7 @@ class BackwardPasses:
 
     def discard(self) -> None:
         """Discards the micro-batches of this step; a backward pass that is running goes on."""
-        if self.statistics.counts or self.to_caller.counts:  # most steps collect none
+        if self.statistics.passes or self.to_caller.passes:  # most steps collect none
             self.statistics, self.to_caller = StepStatistics(), StepStatistics()
         self.hidden, self.transformed, self.model_seen = set(), False, False
         self._watch.remember(())

@@ -10,7 +10,7 @@ They pass through three forms::
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
@@ -24,37 +24,27 @@ Moments = tuple[Tensor, Tensor]  # of one layer in a micro-batch or in a step: t
 Read = Callable[[Tensor], Sequence[float]]  # the numbers in a tensor, which have been read from the device
 
 
-class Counts(NamedTuple):
-    """What is counted of a micro-batch."""
+class StepMoments(NamedTuple):
+    """The statistics of a step, resolved after its flags have been read from the device; by layer index.
 
-    terms: int  # M
-    rows: dict[int, float]  # in A, by the index of the layers that it has reached
-    taken: bool = True  # whether it belongs to the step
-    finite: bool = True  # whether it does and, its moments being finite, is in the sums
-
-
-@dataclass
-class StepMoments:
-    """The statistics of a step, resolved after its flags have been read from the device.
-
-    Attributes:
-        sums: Packed raw sums by layer index.
-        counts: Those of each micro-batch.
-        starts: By layer index, the number of the first micro-batch that counts, if that is not 0.
+    ``terms`` are M of all micro-batches that count for a layer, and of the finite ones among them.
     """
 
-    sums: dict[int, Moments] = field(default_factory=dict)
-    counts: list[Counts] = field(default_factory=list)
-    starts: dict[int, int] = field(default_factory=dict)
+    sums: Mapping[int, Moments] = {}  # packed, over the finite micro-batches
+    rows: Mapping[int, float] = {}  # in A
+    terms: Mapping[int, tuple[int, int]] = {}
+    all_terms: tuple[int, int] = (0, 0)  # for a layer that was not seen: of all micro-batches
+    any_taken: bool = False  # whether any micro-batch belongs to the step
+    skipped: int = 0  # how many do, but are not finite
 
-    def rows(self, layer: int) -> float:
-        """The number of rows in a layer's A."""
-        return sum(each.rows.get(layer, 0.0) for each in self.counts[self.starts.get(layer, 0) :] if each.finite)
 
-    def loss_terms(self, layer: int | None = None) -> tuple[int, int]:
-        """M of all micro-batches that count for a layer (None: for any), and of the finite ones among them."""
-        counts = self.counts if layer is None else self.counts[self.starts.get(layer, 0) :]
-        return sum(each.terms for each in counts if each.taken), sum(each.terms for each in counts if each.finite)
+class EndedPass(NamedTuple):
+    """What is noted of a micro-batch besides its sums."""
+
+    terms: int  # M
+    rows: Mapping[int, float]  # in A, by the index of the layers that it has reached
+    finite: Tensor  # whether all of its moments were, a 0-dim bool
+    scale: Tensor  # the loss scale, 0-dim
 
 
 @dataclass
@@ -63,64 +53,68 @@ class StepStatistics:
 
     Attributes:
         sums: Packed raw sums by layer index, over the finite micro-batches; a single one is kept even if not finite.
-        counts: Those of each micro-batch, before it is known whether it belongs to the step.
-        kept: For each micro-batch, whether all of its moments were finite, a 0-dim bool.
-        scales: For each micro-batch, the loss scale, a 0-dim tensor.
+        passes: The micro-batches, before it is known whether they belong to the step.
         starts: By layer index, the number of the first micro-batch that counts, if that is not 0.
         checks: Each time that gradients were found changed between micro-batches: the number of micro-batches so far,
             the layers, and the largest entry of each gradient, 0 if it had been zeroed.
     """
 
     sums: dict[int, Moments] = field(default_factory=dict)
-    counts: list[Counts] = field(default_factory=list)
-    kept: list[Tensor] = field(default_factory=list)
-    scales: list[Tensor] = field(default_factory=list)
+    passes: list[EndedPass] = field(default_factory=list)
     starts: dict[int, int] = field(default_factory=dict)
     checks: list[tuple[int, list[int], Tensor]] = field(default_factory=list)
 
-    def add(self, moments: dict[int, Moments], counts: Counts, scale: Tensor, *, drop_overflowed: bool) -> None:
+    def add(
+        self,
+        moments: Mapping[int, Moments],
+        terms: int,
+        rows: Mapping[int, float],
+        scale: Tensor,
+        *,
+        drop_overflowed: bool,
+    ) -> None:
         """Adds a backward pass that has ended, with weight 0 if one of its moments is not finite.
 
         Args:
             moments: Its packed raw sums by layer index, which are overwritten.
-            counts: What is counted of it.
+            terms: Its M.
+            rows: The number of rows in its A, by layer index.
             scale: The loss scale of the pass.
             drop_overflowed: Whether a smaller loss scale than before removes the earlier micro-batches from the sums,
                 because they belong to a step that was not taken.
         """
-        kept = _all_finite(list(chain.from_iterable(moments.values())))
-        if len(self.kept) == 1:  # the first is zeroed only now: had it stayed alone, its flag would have been enough
-            _drop_unless_(self.kept[0], self.sums.values())
-        if self.scales and drop_overflowed:
-            _drop_unless_(scale >= self.scales[-1].to(scale), self.sums.values())
-        if self.kept:
-            _drop_unless_(kept, moments.values())
+        finite, earlier = _all_finite(list(chain.from_iterable(moments.values()))), self.passes
+        if len(earlier) == 1:  # the first is zeroed only now: had it stayed alone, its flag would have been enough
+            _drop_unless_(earlier[0].finite, self.sums.values())
+        if earlier and drop_overflowed:
+            _drop_unless_(scale >= earlier[-1].scale.to(scale), self.sums.values())
+        if earlier:
+            _drop_unless_(finite, moments.values())
         for index, new in moments.items():
             if index not in self.sums:
                 self.sums[index] = new
                 continue
             for total, part in zip(self.sums[index], new, strict=True):
                 total.add_(part)
-        self.counts.append(counts)
-        self.kept.append(kept)
-        self.scales.append(scale.clone())
+        self.passes.append(EndedPass(terms, rows, finite, scale.clone()))
 
     def restart(self, layers: Sequence[int]) -> None:
         """Restarts the statistics of these layers, because their gradients were removed."""
         for i in layers:
             self.sums.pop(i, None)
-            self.starts[i] = len(self.counts)
+            self.starts[i] = len(self.passes)
 
     def restart_cleared(self, layers: Sequence[int], largest: Tensor) -> None:
         """Restarts the statistics of layers whose gradient was changed to zero; ``largest``: its largest entries."""
         for i, entry in zip(layers, largest, strict=True):
             _drop_unless_(entry != 0, [self.sums[i]])
-        self.checks.append((len(self.counts), list(layers), largest))
+        self.checks.append((len(self.passes), list(layers), largest))
 
     @property
     def flags(self) -> list[Tensor]:
         """The tensors that have to be read from the device to know which micro-batches count."""
-        return [*self.kept, *self.scales, *(largest for _, _, largest in self.checks)]
+        of_passes = chain.from_iterable((each.finite, each.scale) for each in self.passes)
+        return [*of_passes, *(largest for _, _, largest in self.checks)]
 
     def resolve(self, read: Read) -> StepMoments:
         """The step's statistics, with :attr:`flags` as they were read."""
@@ -129,20 +123,36 @@ class StepStatistics:
             for i, entry in zip(layers, read(largest), strict=True):
                 if entry == 0:
                     starts[i] = max(position, starts.get(i, 0))
-        counts, least = list(self.counts), math.inf  # the least of the later scales
-        for k in reversed(range(len(counts))):
-            (kept,), (scale,) = read(self.kept[k]), read(self.scales[k])
-            taken = scale <= least and any(starts.get(i, 0) <= k for i in counts[k].rows)
-            counts[k] = counts[k]._replace(taken=taken, finite=taken and bool(kept))
+        taken: list[int] = []  # the micro-batches that belong to the step, the last one first
+        finite: list[int] = []  # those of them that are finite
+        least = math.inf  # the least of the later scales
+        for k in reversed(range(len(self.passes))):
+            (is_finite,), (scale,) = read(self.passes[k].finite), read(self.passes[k].scale)
+            if scale <= least and any(starts.get(i, 0) <= k for i in self.passes[k].rows):
+                taken.append(k)
+                if is_finite:
+                    finite.append(k)
             least = min(least, scale)
-        return StepMoments(self.sums, counts, starts)
+
+        def terms_from(start: int) -> tuple[int, int]:
+            of_all, of_finite = (sum(self.passes[k].terms for k in some if k >= start) for some in (taken, finite))
+            return of_all, of_finite
+
+        first = {i: starts.get(i, 0) for i in self.sums}
+        rows = {
+            i: sum(self.passes[k].rows.get(i, 0.0) for k in reversed(finite) if k >= start)
+            for i, start in first.items()
+        }
+        terms = {start: terms_from(start) for start in {0, *first.values()}}
+        of_layers = {i: terms[start] for i, start in first.items()}
+        return StepMoments(self.sums, rows, of_layers, terms[0], bool(taken), len(taken) - len(finite))
 
 
 class TakenStatistics:
     """The statistics of a step that is being taken.
 
     Args:
-        passes: The statistics of the passes that have added to ``.grad``.
+        added: The statistics of the passes that have added to ``.grad``.
         to_caller: The statistics of the passes that have returned gradients to the caller; they count only if no other
             pass does.
         watch: The gradients as the last backward pass has left them.
@@ -152,7 +162,7 @@ class TakenStatistics:
 
     def __init__(
         self,
-        passes: StepStatistics,
+        added: StepStatistics,
         to_caller: StepStatistics,
         watch: GradientWatch,
         *,
@@ -162,12 +172,12 @@ class TakenStatistics:
         self.transformed, self.model_seen, self._watch = transformed, model_seen, watch
         # What may count, in this order, each with the largest entries of its gradients if these may all be zero.
         self._kinds: list[tuple[StepStatistics, Tensor | None]] = []
-        gone = set(watch.removed(passes.sums))
-        rest = [i for i in passes.sums if i not in gone]
+        gone = set(watch.removed(added.sums))
+        rest = [i for i in added.sums if i not in gone]
         if rest:
-            self._kinds.append((passes, watch.largest(rest) if watch.changed(rest) == rest else None))
+            self._kinds.append((added, watch.largest(rest) if watch.changed(rest) == rest else None))
         # If no pass has added to any gradient, the loop has set what there is, perhaps by .data, which leaves no trace.
-        set_by_hand = watch.comparable(watch.written(to_caller.sums) if passes.counts else to_caller.sums)
+        set_by_hand = watch.comparable(watch.written(to_caller.sums) if added.passes else to_caller.sums)
         if set_by_hand:
             self._kinds.append((to_caller, watch.largest(set_by_hand)))
 
@@ -189,7 +199,7 @@ class TakenStatistics:
         for statistics, largest in self._kinds:
             found = statistics.resolve(read)
             cleared = largest is not None and not any(read(largest))
-            if any(each.taken for each in found.counts) and not cleared:
+            if found.any_taken and not cleared:
                 return found
         return StepMoments()
 

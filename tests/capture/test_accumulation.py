@@ -287,10 +287,10 @@ def test_micro_batches_that_are_not_finite_are_left_out(sizes: tuple[float, ...]
     for size in sizes:
         batch = MicroBatch()
         batch.add(0, torch.full((1, 3), size), size, torch.ones(1, 3))
-        statistics.add(batch.sums, batch.counts, torch.ones(()), drop_overflowed=False)
+        statistics.add(batch.sums, batch.terms, batch.rows, torch.ones(()), drop_overflowed=False)
     settled = statistics.resolve(lambda flag: flag.view(-1).tolist())
     finite = [size for size in sizes if size == size]
-    assert settled.rows(0) == sum(finite)
+    assert settled.rows[0] == sum(finite)
     if finite:
         for sums, expected in zip(settled.sums[0], (sum(finite), len(finite)), strict=True):
             assert torch.equal(sums, torch.full((1, 3), float(expected)))

@@ -176,8 +176,8 @@ def train_poisoned_statistics(rank: int, world_size: int) -> tuple[list[Tensor],
 
     def drop() -> None:
         if rank == 1 and engine.step_count == 2:
-            for kept in engine.stages.capture._passes.statistics.kept:
-                kept.fill_(False)
+            for ended in engine.stages.capture._passes.statistics.passes:
+                ended.finite.fill_(False)
 
     train(wrapped, optimizer, range(rank, 6 * world_size, world_size), shape=SHAPE, before_step=drop)
     return values(model), engine.report()["skipped_batches"]

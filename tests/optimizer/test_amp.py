@@ -200,11 +200,11 @@ def test_a_smaller_loss_scale_leaves_out_what_came_before() -> None:
     for scale, value in ((4.0, 1.0), (4.0, 2.0), (2.0, 3.0), (2.0, 4.0)):
         batch = MicroBatch()
         batch.add(0, torch.tensor([[value]]), 5, torch.tensor([[10 * value]]))
-        statistics.add(batch.sums, batch.counts, torch.tensor(scale), drop_overflowed=True)
+        statistics.add(batch.sums, batch.terms, batch.rows, torch.tensor(scale), drop_overflowed=True)
     settled = statistics.resolve(lambda flag: flag.view(-1).tolist())
-    assert [(each.taken, each.finite) for each in settled.counts] == [(False, False)] * 2 + [(True, True)] * 2
+    assert settled.any_taken and settled.all_terms == (2, 2) and settled.skipped == 0
     assert tuple(map(float, settled.sums[0])) == (7.0, 70.0)
-    assert settled.rows(0) == 10 and settled.loss_terms(0) == (2, 2)
+    assert settled.rows[0] == 10 and settled.terms[0] == (2, 2)
 
 
 def test_scaler_given_between_two_micro_batches() -> None:
