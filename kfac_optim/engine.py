@@ -89,9 +89,7 @@ class CurvatureEngine(Config):
 
     # The step -------------------------------------------------------------------------------------------------------
 
-    def update(
-        self, gradients: Sequence[Tensor], lrs: Iterable[Scalar] = (1.0,), lessons: Lessons | None = None
-    ) -> bool:
+    def update(self, gradients: Sequence[Tensor], lrs: Sequence[Scalar], lessons: Lessons | None = None) -> bool:
         """The first half of a step: takes up what was captured and refreshes the decompositions if that is due.
 
         Args:
@@ -118,7 +116,7 @@ class CurvatureEngine(Config):
                 block.note_trains()
         statistics = capture.take()
         stages.steering.opposition.begin_step(step, collects=capture.enabled)
-        readings = Readings(gradients, list(lrs), lessons, statistics.flags)
+        readings = Readings(gradients, lrs, lessons, statistics.flags)
         moves = readings.rate != 0
         trains = readings.largest > 0 and moves
         self._is_noop = readings.largest == 0 and not moves

@@ -106,7 +106,7 @@ def parameters_in(module: nn.Module) -> Collection[nn.Parameter]:
     return dict.fromkeys(p for part in module.modules() for p in part._parameters.values() if p is not None)
 
 
-def owners_of(parameters: Iterable[Tensor], known: Iterable[nn.Module] = ()) -> list[nn.Module]:
+def owners_of(parameters: Iterable[Tensor], known: Iterable[nn.Module]) -> list[nn.Module]:
     """The outermost live modules of the process that contain any of some parameters, which are compared by identity.
 
     ``known``: more modules to search, because the garbage collector does not list what ``gc.freeze()`` has set aside.

@@ -17,7 +17,7 @@ _SHOWN = 60  # how many characters of a long value are shown
 _ROUNDING = 1e-3  # the relative difference allowed between numbers that each rank has learned by itself
 
 
-def check(comm: Communicator, built: Mapping[str, object], learned: Collection[str] = ()) -> dict[str, Any]:
+def check(comm: Communicator, built: Mapping[str, object], learned: Collection[str]) -> dict[str, Any]:
     """Compares what the ranks have built, and where they are in training (a collective).
 
     Args:

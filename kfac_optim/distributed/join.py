@@ -61,13 +61,12 @@ def join_hook(step: Callable[[], Any]) -> Any:
 
 
 def share_gradients(
-    comm: Communicator, parameters: Sequence[nn.Parameter], groups: Sequence[dict[str, Any]] = (), *, exhausted: bool
+    comm: Communicator, parameters: Sequence[nn.Parameter], groups: Sequence[dict[str, Any]], *, exhausted: bool
 ) -> None:
     """Copies the gradients of the first rank that still has inputs to the ranks that have none (a collective).
 
-    So are the numbers that schedulers change, because those of ranks without inputs are not stepped.
-
-    DDP has already made them equal on all active ranks.
+    So are the numbers that schedulers change, because those of ranks without inputs are not stepped. DDP has made the
+    gradients equal on all active ranks.
 
     Args:
         comm: The ranks.
@@ -86,7 +85,7 @@ def share_gradients(
     source, everyone = int(active.argmax()), tuple(range(comm.world_size))  # the first rank that has inputs
     present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device="cpu")
     numbers = torch.tensor(scheduled(groups), dtype=torch.float64, device="cpu")
-    comm.send([Broadcast([present, *([numbers] if groups else [])], source, everyone)], "counts")
+    comm.send([Broadcast([present, numbers], source, everyone)], "counts")
     trained = [p for p, there in zip(parameters, present.tolist(), strict=True) if there]
     dense = torch.contiguous_format
     buffers = [torch.empty_like(p, memory_format=dense) if p.grad is None else p.grad.contiguous() for p in trained]

@@ -273,7 +273,7 @@ _IN_HALF = _Rates(1.7e-15, 8e-5, 5e-13, 1.7e-15, 5e-12)  # in half precision on 
 
 
 @functools.lru_cache(maxsize=4096)
-def shift_pays(shape: torch.Size, windows: Windows, groups: int, device: torch.device, *, half: bool = False) -> bool:
+def shift_pays(shape: torch.Size, windows: Windows, groups: int, device: torch.device, *, half: bool) -> bool:
     """Whether ``shifted_moment`` is expected to be faster than a product of unfolded patches.
 
     It is slower for few channels, and for images that are little larger than the kernel, so that most of them is

@@ -141,10 +141,9 @@ class FlatStorage:
         shapes: Sequence[tuple[int, int, int]],
         groups: Sequence[Groups | None],
         device: torch.device,
-        transposed: Sequence[bool] | None = None,
+        transposed: Sequence[bool],
     ) -> None:
-        self.shapes, self.groups, self.device = list(shapes), list(groups), device
-        self.transposed = [False] * len(shapes) if transposed is None else list(transposed)
+        self.shapes, self.groups, self.device, self.transposed = list(shapes), list(groups), device, list(transposed)
         kinds = list(map(storage_order, shapes, groups))
         self.stacks_multiplied, self.stacks_summed = (
             next((i for i, kind in enumerate(kinds) if kind > most), len(kinds)) for most in range(2)

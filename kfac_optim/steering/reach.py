@@ -56,9 +56,9 @@ _JUMP = 2.0  # a rate that rises by more than this factor from one step to the n
 def learn_reaches(
     blocks: Sequence[Block],
     slopes: Mapping[nn.Parameter, tuple[float, float]],
-    undone: Set[nn.Parameter] = frozenset(),
+    undone: Set[nn.Parameter],
     *,
-    warms_up: bool = False,
+    warms_up: bool,
 ) -> set[nn.Parameter]:
     """Moves the reach of each layer.
 

@@ -354,7 +354,7 @@ def test_collectives_of_a_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
     comm = Counting(256)
     optimizer = KFACSGD(model, lr=0.1, communicator=comm, spread=0)
     model(torch.randn(2, 3, 32, 32)).square().mean().backward()
-    optimizer.curvature.update([p.grad for p in model.parameters() if p.grad is not None])
+    optimizer.curvature.update([p.grad for p in model.parameters() if p.grad is not None], [1.0])
     assert len(optimizer.curvature.layers) == 107
     assert comm.started.count("broadcast") <= 8 and len(comm.started) <= 20, comm.started
 

@@ -178,7 +178,7 @@ def share() -> None:
     model.to("cuda")
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    share_gradients(comm, optimizer.param_groups[0]["params"], exhausted=True)
+    share_gradients(comm, optimizer.param_groups[0]["params"], optimizer.param_groups, exhausted=True)
     assert "broadcast" in comm.calls
 
 

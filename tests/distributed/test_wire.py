@@ -186,13 +186,15 @@ def test_a_rank_without_inputs_gets_the_gradients_of_the_others(exhausted: bool)
     for p, g in zip(parameters, old, strict=True):
         p.grad = g
     new = [torch.arange(4.0).view(2, 2), -torch.arange(4.0).view(2, 2)]
-    comm = OutOfInputs(torch.tensor([1, 1, 0], dtype=torch.uint8), *new)
+    groups = [{"params": parameters, "lr": 0.5}]
+    comm = OutOfInputs(torch.tensor([1, 1, 0], dtype=torch.uint8), torch.tensor([0.25], dtype=torch.float64), *new)
     if exhausted:
-        share_gradients(comm, parameters, exhausted=True)
+        share_gradients(comm, parameters, groups, exhausted=True)
+        assert groups[0]["lr"] == 0.25
         assert [None if p.grad is None else p.grad.tolist() for p in parameters] == [*(g.tolist() for g in new), None]
         assert not comm.sent
     else:  # both have inputs: nothing to share
         comm._start_sum = lambda tensor: [tensor.fill_(1.0), Done()][1]  # type: ignore[method-assign]
-        share_gradients(comm, parameters, exhausted=False)
+        share_gradients(comm, parameters, groups, exhausted=False)
         assert all(p.grad is g for p, g in zip(parameters, old, strict=True))
-        assert len(comm.sent) == 3
+        assert len(comm.sent) == 4

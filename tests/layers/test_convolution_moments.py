@@ -115,12 +115,12 @@ DOES_NOT = [
 def test_the_way_is_chosen_by_shape(case: tuple[tuple[int, ...], int, int, int], pays: bool) -> None:
     shape, kernel, padding, groups = case
     sliding = Windows((kernel,) * 2, (1, 1), (1, 1), ((padding,) * 2,) * 2)
-    assert shift_pays(torch.Size(shape), sliding, groups, torch.device("cpu")) is pays
+    assert shift_pays(torch.Size(shape), sliding, groups, torch.device("cpu"), half=False) is pays
 
 
 def test_a_larger_stride_is_always_unfolded() -> None:
     sliding = Windows((7, 7), (1, 2), (1, 1), ((3, 3),) * 2)
-    assert not shift_pays(torch.Size((32, 64, 14, 14)), sliding, 1, torch.device("cpu"))
+    assert not shift_pays(torch.Size((32, 64, 14, 14)), sliding, 1, torch.device("cpu"), half=False)
 
 
 @pytest.mark.parametrize(
@@ -173,5 +173,6 @@ def test_no_plan_is_made_where_it_does_not_pay(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(shifts, "_plan", lambda *_: pytest.fail("made a plan"))
     sliding = Windows((5, 64), (1, 1), (1, 1), ((0, 0), (0, 0)))
     assert not any(
-        shift_pays(torch.Size((64, 1, words, 64)), sliding, 1, torch.device("cpu")) for words in range(20, 40)
+        shift_pays(torch.Size((64, 1, words, 64)), sliding, 1, torch.device("cpu"), half=False)
+        for words in range(20, 40)
     )

@@ -38,7 +38,7 @@ def test_norms_and_products_of_matrices_side_by_side_are_those_of_stacks() -> No
     """Pair by pair, and layer by layer where the pairs of a layer are scaled together."""
     stacks = [direction(None, (4, 4)), direction(None, (2, 12)), direction([4, 2], (2, 2)), direction(None, (5, 3))]
     shapes, groups = [(6, *d.update.shape[1:]) for d in stacks], [d.groups for d in stacks]
-    storage = FlatStorage(shapes, groups, CPU)
+    storage = FlatStorage(shapes, groups, CPU, [False] * len(shapes))
     assert (storage.stacks_multiplied, storage.stacks_summed) == (2, 3)
     assert storage.multiplied_shape == (30, 1, 8) and storage.summed_shape == (33, 1, 8)
     beside, others = storage.several(2, torch.float64)

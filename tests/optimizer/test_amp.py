@@ -259,7 +259,7 @@ def directions(size: float, keywords: dict[str, object]) -> dict[str, Tensor]:
     engine = sgd(model, damping=OfMean(1.0), **keywords).curvature
     (size * loss_of(model, batch)).backward()
     gradients = {p: p.grad for p in model.parameters()}
-    assert engine.update(list(gradients.values()))
+    assert engine.update(list(gradients.values()), [1.0])
     found = by_parameter(engine.directions(gradients, 1.0), gradients)
     return {layer.name: torch.cat([found[p].double().flatten() for p in layer.parameters]) for layer in engine.layers}
 
