@@ -191,7 +191,7 @@ def _layer_work(layer: KroneckerLayer, cost: LayerCost, a: Tensor, output: Tenso
     with torch.no_grad():
         with Counter() as statistics:
             observation = layer.observe(module, a, output, torch.float32)
-            moment = layer.output_moment(module, torch.empty_like(output), observation)
+            moment = layer.output_moment(module, torch.empty_like(output), observation.context)
             for spec, new in zip(specs, (observation.a, moment), strict=True):
                 spec.pack(new)
         preconditioning, direction = _preconditioned(layer, specs)

@@ -119,7 +119,7 @@ class BackwardPasses:
 
         ``output_moment``: makes the moment of the call's output gradient.
         """
-        index, a = layer_call.index, layer_call.observation.a
+        index, a = layer_call.index, layer_call.a
         layer = self.recorder.layers[index]
         goes_to = destination(layer)
         if goes_to is None:
@@ -132,7 +132,7 @@ class BackwardPasses:
         if goes_to == "caller" and torch._C._current_graph_task_id() == batch.task:
             batch.note_caller()
         add = batch.add_examples if layer.by_example else batch.add
-        add(index, a, layer_call.observation.count, g)
+        add(index, a, layer_call.count, g)
 
     def note_transform(self) -> None:
         """Notes that a layer was called inside a transform of ``torch.func``, where its input cannot be seen."""

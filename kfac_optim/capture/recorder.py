@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,21 +12,25 @@ from torch import Tensor, nn
 from ..common.precision import full_precision
 from ..common.stopwatch import Stopwatch
 from ..distributed import is_sharded
-from ..layers import AttentionInputLayer, KroneckerLayer, LinearLayer, Observation, ProjectionCall
+from ..layers import AttentionInputLayer, KroneckerLayer, LinearLayer, ProjectionCall
 from .autograd import as_plain
 
 
 @dataclass(eq=False)
 class LayerCall:
-    """One call of a layer, whose output gradient is awaited: the layer's index, the module and its observation.
+    """One call of a layer, whose output gradient is awaited: the layer's index, the module and what it has observed.
 
-    ``fraction`` is the share of the examples in the observation. ``shape`` is that of the output, with dimensions for
-    examples and positions, which the gradient may lack (:func:`~.autograd.own_result`); None for nested tensors.
+    ``a``, packed unless the layer has ``by_example``, ``count`` and ``context`` are those of the layer's
+    :class:`~kfac_optim.layers.base.Observation`, in which ``fraction`` is the share of the examples. ``shape`` is that
+    of the output, with dimensions for examples and positions, which the gradient may lack
+    (:func:`~.autograd.own_result`); None for nested tensors.
     """
 
     index: int
     module: nn.Module
-    observation: Observation
+    a: Tensor
+    count: Any
+    context: Any
     fraction: float
     shape: Sequence[int] | None
 
@@ -103,12 +107,11 @@ class Recorder:
                 a = a.reshape(-1, projection.examples, a.shape[-1])
                 shape = (-1, projection.examples, output.shape[-1])
             seen = layer.subsample(module, a, self._fraction)
-            observation = layer.observe(module, seen, output, self.dtype)
+            found = layer.observe(module, seen, output, self.dtype)
             if isinstance(layer, AttentionInputLayer) and projection is not None:
-                observation = layer.among_pairs(observation, projection, len(seen))
-            if not layer.by_example:
-                observation = replace(observation, a=layer.specs[0].pack(observation.a))
-        return LayerCall(index, module, observation, self._fraction, shape)
+                found = layer.among_pairs(found, projection, len(seen))
+            a = found.a if layer.by_example else layer.specs[0].pack(found.a)
+        return LayerCall(index, module, a, found.count, found.context, self._fraction, shape)
 
     def output_moment(self, call: LayerCall, g: Tensor, *, scaled: bool) -> Tensor:
         """The packed moment of one call's output gradient; ``scaled``: the gradient carries the loss scale.
@@ -129,7 +132,7 @@ class Recorder:
                 seen = seen * (g.numel() / seen.numel()) ** 0.5
             if scaled:  # only if there is a scaler, because dividing copies the gradient
                 seen = seen / self.loss_scale(g.device)
-            moment = layer.output_moment(call.module, seen, call.observation)
+            moment = layer.output_moment(call.module, seen, call.context)
             return moment if layer.by_example else layer.specs[1].pack(moment)
 
     def pool(

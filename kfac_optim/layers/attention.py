@@ -100,9 +100,8 @@ class AttentionInputLayer(AttentionLayer):
     def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
         return super().output_rows(module, g, context).squeeze(2).unflatten(-1, (-1, self.d_out))
 
-    def output_moment(self, module: nn.Module, g: Tensor, observation: Observation) -> Tensor:
-        moment = super().output_moment(module, g, observation)
-        return self._among_zeros(observation.context, moment, side=1)
+    def output_moment(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
+        return self._among_zeros(context, super().output_moment(module, g, context), side=1)
 
     def _among_zeros(self, pairs: slice, part: Tensor, *, side: int) -> Tensor:
         """Widens an observation's ``a`` (side 0) or an output moment (side 1) to all pairs.

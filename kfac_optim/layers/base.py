@@ -29,7 +29,7 @@ class Declined(Exception):
 
 @dataclass
 class Observation:
-    """One module call's contribution to A, and what has to be kept until the output gradient arrives.
+    """One module call's contribution to A, and what its output gradient will need besides.
 
     Attributes:
         a: The sum of ``a a^T`` over the rows of the call, ``[p, d_in, d_in]`` (``[p, d_in]`` where A is diagonal,
@@ -176,7 +176,7 @@ class KroneckerLayer(ABC):
         """
 
     @abstractmethod
-    def output_moment(self, module: nn.Module, g: Tensor, observation: Observation) -> Tensor:
+    def output_moment(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
         """The sum of ``g g^T`` over the rows of one call, ``[p, d_out, d_out]`` (``[p, d_out]`` where G is diagonal).
 
         It is ``[p b, m, m]`` where G has b blocks of m rows. For layers with ``by_example`` it is, instead, the sum of
@@ -185,7 +185,7 @@ class KroneckerLayer(ABC):
         Args:
             module: The module that was called.
             g: The gradient of its output, of the output's shape.
-            observation: What :meth:`~kfac_optim.KroneckerLayer.observe` returned for the call.
+            context: The ``context`` of the call's :class:`~kfac_optim.layers.base.Observation`.
         """
 
     @abstractmethod
@@ -303,8 +303,8 @@ class RowsLayer(KroneckerLayer):
             a = F.pad(a, (0, 1), value=positions)
         return Observation(a, torch.full(a.shape[1:2], float(positions), dtype=a.dtype, device=a.device))
 
-    def output_moment(self, module: nn.Module, g: Tensor, observation: Observation) -> Tensor:
-        rows = self.output_rows(module, g, observation.context)
+    def output_moment(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
+        rows = self.output_rows(module, g, context)
         if self.by_example:
             return rows.sum(1)
         return second_moment(rows, diagonal=self.specs[1].diagonal, blocks=self.specs[1].blocks)

@@ -81,8 +81,8 @@ class _NormLayer(KroneckerLayer):
         g = torch.cat([g for _, _, g in sums], 1)
         return g.new_ones(g.shape[1], 1, 1), 1, second_moment(g[:, None], diagonal=layers[0].specs[1].diagonal)
 
-    def output_moment(self, module: nn.Module, g: Tensor, observation: Observation) -> Tensor:
-        a, statistics = observation.context
+    def output_moment(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
+        a, statistics = context
         sums = self.gradient_sums(module, a.to(g.dtype), g, statistics)
         return sums if self.d_out == 2 else sums[..., :1]
 

@@ -159,7 +159,7 @@ def test_statistics_of_a_norm_layer_take_few_launches(norm: str) -> None:
         observation = layer.observe(module, x, x, torch.float32)
         simulation.take()
         with torch.no_grad():
-            layer.output_moment(module, x, observation)
+            layer.output_moment(module, x, observation.context)
     """
     assert counted(program)[0] == 4
 

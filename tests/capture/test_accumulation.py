@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, KFACAdam
 from kfac_optim.capture.microbatch import MicroBatch
+from kfac_optim.capture.recorder import LayerCall
 from kfac_optim.capture.statistics import StepStatistics
-from kfac_optim.layers import Observation
 from kfac_optim.optimizers import KFACMixin
 from tests.helpers.compare import (
     SAME,
@@ -254,7 +254,7 @@ def test_a_loss_that_is_kept_keeps_nothing_that_was_observed(fisher: str) -> Non
 
     def observed() -> int:
         gc.collect()
-        return sum(type(thing) is Observation for thing in gc.get_objects())
+        return sum(type(thing) is LayerCall for thing in gc.get_objects())
 
     model = nn.Sequential(nn.Conv2d(1, 2, 2), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 2))
     optimizer, before = KFACSGD(model, **OPTIONS, fisher=fisher), observed()

@@ -221,7 +221,7 @@ def multiply_half_precision() -> None:
                 assert rows.dtype == (
                     torch.bfloat16 if device == "cuda" and moments._SUMS_IN_FLOAT32 else torch.float32
                 )
-                found.append([seen.a.cpu(), layer.output_moment(module, rows, seen).cpu()])
+                found.append([seen.a.cpu(), layer.output_moment(module, rows, seen.context).cpu()])
             for moment, expected in zip(*found, strict=True):
                 torch.testing.assert_close(moment, expected, rtol=1e-5, atol=1e-5)
 

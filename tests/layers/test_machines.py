@@ -50,6 +50,6 @@ def test_work_on_meta_tensors_is_that_of_a_cpu(module: nn.Module, shape: tuple[i
             for _ in range(2):  # the first time some tensors are made that are kept
                 with Operators() as operators:
                     observation = layer.observe(layer.modules[0], x, y, torch.float32)
-                    layer.output_moment(layer.modules[0], torch.zeros_like(y), observation)
+                    layer.output_moment(layer.modules[0], torch.zeros_like(y), observation.context)
         called.append(operators.called)
     assert called[0] == called[1]

@@ -496,7 +496,7 @@ def test_norm_layers_of_inputs_far_from_zero(module: nn.Module) -> None:
 
     def moment(mean: float, dtype: torch.dtype) -> Tensor:
         rounded = (x + mean).to(dtype)  # what float32 can hold of it, in both precisions
-        return layer.output_moment(module, g.to(dtype), layer.observe(module, rounded, rounded, dtype)).double()
+        return layer.output_moment(module, g.to(dtype), layer.observe(module, rounded, rounded, dtype).context).double()
 
     for mean in (0.0, -100.0):
         exact = moment(mean, torch.float64)
@@ -531,7 +531,7 @@ def test_norm_layers_on_accelerators(module: Any, positions: tuple[int, ...], mo
             statistics.uniform_(at_least, 2.0)
     x, g = torch.randn(2, 5, 4, *positions, dtype=torch.float64)
     observation = layer.observe(module, x, 3 * x + 1, torch.float64)
-    expected = layer.output_moment(module, g, observation)
+    expected = layer.output_moment(module, g, observation.context)
     monkeypatch.setattr("kfac_optim.layers.norm.machine_of", lambda device: "accelerator")
     monkeypatch.setattr(type(layer), "statistics", None)
     batch_norm = nn.functional.batch_norm
@@ -541,7 +541,7 @@ def test_norm_layers_on_accelerators(module: Any, positions: tuple[int, ...], mo
         return batch_norm(*args, eps=eps, **more)
 
     monkeypatch.setattr(nn.functional, "batch_norm", strict)
-    torch.testing.assert_close(layer.output_moment(module, g, observation), expected)
+    torch.testing.assert_close(layer.output_moment(module, g, observation.context), expected)
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (6, 4, 3), (6, 4, 2, 3)])
@@ -558,7 +558,7 @@ def test_sync_batch_norm_reads_the_statistics_of_all_ranks_off_its_output(shape:
 
     def moment(module: nn.Module, x: Tensor, y: Tensor, g: Tensor) -> Tensor:
         (layer,) = FoundLayers([module], LayerOptions()).layers
-        return layer.output_moment(module, g, layer.observe(module, x, y, torch.float64))
+        return layer.output_moment(module, g, layer.observe(module, x, y, torch.float64).context)
 
     halves = [moment(synchronised, *(t.detach()[part] for t in (whole, output, g))) for part in (slice(3), slice(3, 6))]
     expected = moment(norm, whole, output, g)
@@ -572,7 +572,7 @@ def test_sync_batch_norm_with_a_zero_weight_falls_back_to_its_own_batch() -> Non
     nn.init.zeros_(module.weight)
     x, g = torch.randn(5, 4, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
     (layer,) = FoundLayers([module], LayerOptions()).layers
-    found = layer.output_moment(module, g, layer.observe(module, x, torch.zeros_like(x), torch.float64))
+    found = layer.output_moment(module, g, layer.observe(module, x, torch.zeros_like(x), torch.float64).context)
     x_hat = torch.nn.functional.batch_norm(x, None, None, training=True)
     expected = torch.stack([g * x_hat, g], dim=-1)[:, None].transpose(1, 2)
     torch.testing.assert_close(found, expected.reshape(found.shape))

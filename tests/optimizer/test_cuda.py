@@ -189,7 +189,7 @@ def test_moments_of_half_precision_are_those_of_its_numbers(name: str, dtype: to
         seen = layer.observe(module, a.double() if double else a, output, cast)
         rows = layer.multiplicand(g.double() if double else g, cast)
         assert double or rows.dtype == (dtype if _SUMS_IN_FLOAT32 else torch.float32)
-        moments += [seen.a, layer.output_moment(module, rows, seen)]
+        moments += [seen.a, layer.output_moment(module, rows, seen.context)]
     for moment, exact in zip(found, expected, strict=True):
         assert moment.dtype == torch.float32
         assert_near(moment.double(), exact, rel=1e-4)
