@@ -27,10 +27,6 @@ from .snapshots import (
 from .solvers import Sides
 from .spectra import eigenvalues
 
-# After this many statistics steps in a row with gradients the user is told of a layer that was not seen; if no layer
-# was seen, an error ends training.
-UNSEEN_STEPS = 3
-
 
 class InUse(Factors):
     """The factors in use and their decompositions, with all that is found out about them until the next refresh.
@@ -91,8 +87,6 @@ class Block:
         kept_by: The assignment by which the factors in the state lie on the ranks; None before there are any.
         in_use: The decompositions in use, a new object after each refresh; None as long as no rank has any.
         rows: The number of rows that all ranks saw in the last step with statistics; 0 if none has come since loading.
-        unseen: The number of statistics steps in a row in which the weight had a gradient, but this rank did not see
-            the layer.
     """
 
     layer: KroneckerLayer
@@ -102,7 +96,6 @@ class Block:
     kept_by: LayerAssignment | None = None
     in_use: InUse | None = None
     rows: float = 0.0
-    unseen: int = 0
 
     # Factors --------------------------------------------------------------------------------------------------------
 
@@ -208,26 +201,6 @@ class Block:
     def note_rows(self, rows: float) -> None:
         """Notes how many rows of the layer's input all ranks together saw in a statistics step."""
         self.rows = rows
-
-    def note_statistics(self, *, seen: bool) -> None:
-        """Notes whether this rank saw the layer in a statistics step."""
-        gradient = self.layer.weight.grad
-        if seen:
-            self.unseen = 0
-        elif gradient is not None:
-            self.unseen += 1
-            if self.unseen == UNSEEN_STEPS and not bool(gradient.count_nonzero()):  # zero_grad(set_to_none=False)
-                self.unseen = 0
-
-    @property
-    def never_seen(self) -> bool:
-        """Whether the weight trains, but no rank has ever seen the layer in a forward and backward pass."""
-        return self.unseen >= UNSEEN_STEPS and not (self.has_direction or self.has_data())
-
-    @property
-    def out_of_sight(self) -> bool:
-        """Whether the weight still trains, but the layer, seen before, was not in the last steps with statistics."""
-        return self.unseen >= UNSEEN_STEPS and not self.never_seen
 
     # Decompositions -------------------------------------------------------------------------------------------------
 

@@ -189,7 +189,7 @@ class CurvatureEngine(Config):
         seen_nothing = progress.last_statistics == step and not stages.averaging.skipped_batches
         # Every step collects statistics until there are some. Several ranks do not stop because of what one has seen:
         # they would disagree.
-        if not (stages.ranks.alone and all(block.never_seen for block in blocks)):
+        if not (stages.ranks.alone and all(map(stages.sightings.has_never_seen, blocks))):
             progress.collect_next_step()
         has_gradients = any(layer.weight.grad is not None for layer in self.layers)
         stages.sightings.warn(blocks)

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .blocks import UNSEEN_STEPS, Block
+from .blocks import Block
 from .capture import StepMoments, TakenStatistics
 from .common.user_warning import warn_user
+
+# After this many statistics steps in a row with gradients the user is told of a layer that was not seen; if no layer
+# was seen, an error ends training.
+_UNSEEN_STEPS = 3
 
 _NONE_SEEN = (
     "the model has gradients, but none of its layers was seen in a forward and backward pass since the last "
@@ -42,6 +46,8 @@ class Sightings:
         self._model_seen = False  # whether a call of the model was seen in the last step with statistics
         self._lost = False  # whether what was seen of the step in progress is lost
         self._unseen_steps = 0  # statistics steps in a row with gradients but no backward pass that was seen
+        # For each layer, statistics steps in a row in which its weight had a gradient, but this rank did not see it.
+        self._unseen: dict[Block, int] = {}  # without those that it saw in the last one
         self._told: set[Block] = set()  # those that the user was warned of
 
     def note_lost(self) -> None:
@@ -57,19 +63,35 @@ class Sightings:
         self._model_seen, self._lost = statistics.model_seen or self._lost, False
         seen = self._model_seen or resolved.any_taken
         if trains and not seen and statistics.has_gradients():
-            self._unseen_steps += UNSEEN_STEPS if statistics.transformed else 1
+            self._unseen_steps += _UNSEEN_STEPS if statistics.transformed else 1
         elif trains:
             self._unseen_steps = 0
-        return self._unseen_steps >= UNSEEN_STEPS
+        return self._unseen_steps >= _UNSEEN_STEPS
 
     def note(self, blocks: Iterable[Block], resolved: StepMoments, *, blind: bool, alone: bool) -> None:
         """Notes for each layer whether it was seen; ``blind``: see the attribute.
 
         ``alone``: whether this is the only rank; else another one may have seen the layer.
         """
-        self.blind = blind
+        self.blind, before, self._unseen = blind, self._unseen, {}
         for index, block in enumerate(blocks):
-            block.note_statistics(seen=index in resolved.sums or not alone and block.has_data())
+            if index in resolved.sums or not alone and block.has_data():
+                continue
+            gradient, steps = block.layer.weight.grad, before.get(block, 0)
+            if gradient is not None:
+                steps += 1
+                if steps == _UNSEEN_STEPS and not bool(gradient.count_nonzero()):  # zero_grad(set_to_none=False)
+                    steps = 0
+            if steps:
+                self._unseen[block] = steps
+
+    def has_never_seen(self, block: Block) -> bool:
+        """Whether the weight trains, but no rank has ever seen the layer in a forward and backward pass."""
+        return self._unseen.get(block, 0) >= _UNSEEN_STEPS and not (block.has_direction or block.has_data())
+
+    def has_lost(self, block: Block) -> bool:
+        """Whether the weight still trains, but the layer, seen before, was not in the last steps with statistics."""
+        return self._unseen.get(block, 0) >= _UNSEEN_STEPS and not self.has_never_seen(block)
 
     def require(self, *, missing: bool = False) -> None:
         """Raises RuntimeError if no training is seen; ``missing``: a refresh has just found nothing to decompose."""
@@ -79,10 +101,11 @@ class Sightings:
 
     def warn(self, blocks: Sequence[Block]) -> None:
         """Warns, once for each layer, of layers that have gradients but are not seen."""
-        told = [block for block in blocks if block not in self._told and (block.never_seen or block.out_of_sight)]
-        self._told = {*self._told.intersection(blocks), *told}  # without old blocks, whose factors would stay alive
+        unseen = (block for block in blocks if self._unseen.get(block, 0) >= _UNSEEN_STEPS)
+        told = [block for block in unseen if block not in self._told]
+        self._told = {*self._told.intersection(blocks), *told}
         for lost in (False, True):
-            names = [repr(block.layer.name) for block in told if block.out_of_sight == lost]
+            names = [repr(block.layer.name) for block in told if self.has_lost(block) == lost]
             if not names:
                 continue
             seen = "is no longer seen" if lost else "was never seen"

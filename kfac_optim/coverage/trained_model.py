@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..blocks import UNSEEN_STEPS, Block
+from ..blocks import Block
 from ..common.machines import machine_of
 from ..common.user_warning import warn_user
 from ..config import Config
@@ -17,6 +17,7 @@ from ..distributed import Communicator, gathered_weight, own_shape, refuse_flatt
 from ..layers import COMPUTED, FoundLayers, LayerOptions, LinearLayer, skip_reason
 from .whereabouts import Whereabouts, owners_of, parameters_in, unwrap
 
+_STEPS_ON_FEWER = 3  # after so many in a row, parameters that the optimizer has no longer count as taken out of it
 _RESHARD = ". With FSDP2 call reshard() before you build it, if forward passes without backward passes came before"
 
 
@@ -195,7 +196,7 @@ class TrainedModel:
         moved = first and self.has_moved
         # With fewer parameters, groups were taken out of the optimizer: for good, unless they return within some steps.
         self._steps_on_fewer = self._steps_on_fewer + 1 if len(stepped) < len(self.parameters) else 0
-        known = all(p in self.parameters for p in stepped) and self._steps_on_fewer < UNSEEN_STEPS
+        known = all(p in self.parameters for p in stepped) and self._steps_on_fewer < _STEPS_ON_FEWER
         if not known:
             new = self._moves(stepped)
             self.parameters = dict.fromkeys(stepped)

@@ -210,7 +210,8 @@ def _table(stages: Stages) -> list[str]:
     widths = {i: max(len(line[i]) for line in lines) for i in used}
     head, *rows = ("  ".join(line[i].ljust(widths[i]) for i in used).rstrip() for line in lines)
     dashes = "-" * max(map(len, (head, *rows)))
-    resting = [block for block in memory if stages.closed or block.never_seen or not block.layer.weight.requires_grad]
+    never_seen = stages.sightings.has_never_seen
+    resting = [b for b in memory if stages.closed or never_seen(b) or not b.layer.weight.requires_grad]
     own = [p for block in resting for p in block.layer.parameters]
     base = sum(p.requires_grad for p in (*uncovered, *own))
     footer = [f"{_count(len(memory) - len(resting), 'layer')} preconditioned"]
@@ -232,9 +233,9 @@ def _row_of(stages: Stages, block: Block, memory: int) -> tuple[str, ...]:
         notes.append("frozen, its bias trains by the base rule" if others else "frozen")
     elif stages.closed:
         notes.append("by the base rule, as the curvature is closed")
-    elif block.never_seen:
+    elif stages.sightings.has_never_seen(block):
         notes.append("never seen in a backward pass, so by the base rule (a warning lists what may be the cause)")
-    elif block.out_of_sight:
+    elif stages.sightings.has_lost(block):
         notes.append("no longer seen in backward passes, so the factors are old ones")
     elif not block.has_direction:
         unseen = stages.progress.step and not block.has_data()

@@ -55,7 +55,8 @@ def test_functional_call_is_a_call_of_the_model(make: Callable[[], nn.Module], c
         x, y = torch.randn(8, 4), torch.randint(3, (8,))
         losses = [F.cross_entropy(output, y) for output in (functional_call(model, weights(), (x,)), plain(x))]
         assert_step_alike((model, first, losses[0]), (plain, second, losses[1]))
-    assert not any(block.never_seen for block in first.curvature.stages.blocks)
+    stages = first.curvature.stages
+    assert not any(map(stages.sightings.has_never_seen, stages.blocks))
 
 
 def whole_batch(model: nn.Module, x: Tensor, y: Tensor) -> None:
