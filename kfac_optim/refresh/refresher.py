@@ -27,6 +27,7 @@ from ..config import Config
 from ..damping import Damping, unit_of, value_of
 from ..distributed import Broadcast
 from ..placement import Ranks, known_spectra
+from ..snapshots import KnownSpectra, Source
 from ..solvers import (
     Decomposition,
     EigenSolver,
@@ -94,20 +95,20 @@ class Refresher(Counted, pending_spread=Counter(None)):
 
         ``spread``: the number of steps that share the work; the first refresh is always done at once.
         """
-        comm = self.ranks.comm
-        spectra = known_spectra([] if isinstance(self.solver, EigenSolver) else blocks, "current", comm)
-        value, damped = value_of(damping, step), blocks if damps_factors(self.solver) else []
-        gammas = {
-            block: value * unit_of(damping, block.factors("current", spectra.get(block)), block.specs[0].pairs)
-            for block in damped
-        }
-        at_once = self.last_refresh is None or not spread
-        if at_once:
-            self._work_off(Refresh(step, 0, "current", blocks, comm.rank, gammas, spectra), step)
+        rank, spectra = self.ranks.comm.rank, self._spectra_before(blocks, "current")
+        gammas: dict[Block, Tensor] = {}
+        if damps_factors(self.solver):
+            value = value_of(damping, step)
+            for block in blocks:
+                factors = block.factors("current", spectra.get(block))
+                gammas[block] = value * unit_of(damping, factors, block.specs[0].pairs)
+        if self.last_refresh is None or not spread:
+            goes_on = None
+            self._work_off(Refresh(step, 0, "current", blocks, rank, gammas, spectra), step)
         else:
+            goes_on = Refresh(step, spread, "pending", blocks, rank, spectra=spectra)
             for block in blocks:
                 block.factors("pending").freeze(block.factors("current"), gammas.get(block))
-        goes_on = None if at_once else Refresh(step, spread, "pending", blocks, comm.rank, spectra=spectra)
         # Last, so that a refresh that is interrupted before is due again; in one line, so that they belong together.
         self.in_progress, self.last_refresh = goes_on, step
         self.refreshes += 1
@@ -124,14 +125,17 @@ class Refresher(Counted, pending_spread=Counter(None)):
     def rebuild(self, step: int, blocks: Sequence[Block]) -> None:
         """Recomputes the decompositions if they are stale (then a collective)."""
         if self._stale:
-            comm = self.ranks.comm
             decomposed = [block for block in blocks if block.has_data("in_use")]
-            refresh = Refresh(step, 0, "in_use", decomposed, comm.rank)
+            refresh = Refresh(step, 0, "in_use", decomposed, self.ranks.comm.rank)
             for stale in (refresh, self.in_progress):
-                if stale is not None and not isinstance(self.solver, EigenSolver):
-                    stale.spectra.update(known_spectra(stale.blocks, stale.source, comm))
+                if stale is not None:
+                    stale.spectra.update(self._spectra_before(stale.blocks, stale.source))
             self._work_off(refresh, step)
             self._stale = False
+
+    def _spectra_before(self, blocks: Sequence[Block], source: Source) -> dict[Block, KnownSpectra]:
+        """What each rank has to know of factors to damp them (a collective); nothing for the eigen solver."""
+        return {} if isinstance(self.solver, EigenSolver) else known_spectra(blocks, source, self.ranks.comm)
 
     def reschedule(self) -> None:
         """Reschedules a refresh in progress after the blocks' workers have changed."""

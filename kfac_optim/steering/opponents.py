@@ -54,7 +54,8 @@ class Opponents:
 
     def end(self, who: object) -> None:
         """Called when a step of any optimizer has ended."""
-        self.taken += self._begun.pop(id(who), self.taken) == self.taken
+        if self._begun.pop(id(who), self.taken) == self.taken:  # none was taken inside it
+            self.taken += 1
 
     def step(self, who: object, *, opposes: bool) -> None:
         """Counts a step of an optimizer; ``opposes``: whether the optimizer is known to train against others."""

@@ -112,11 +112,13 @@ class RateHistory(Counted):
             The factor by which the rate has risen, if it has ever fallen or now jumps; else, as in a warm-up, 1.
         """
         last = self.last
+        if rate:
+            self.last = rate
         if not rate or not last:
-            self.last = rate or last
             return 1.0
-        self.last, self.fell = rate, self.fell or rate < last
-        return rate / last if rate > last * (1.0 if self.fell else _JUMP) else 1.0
+        self.fell = self.fell or rate < last
+        rises = rate > last if self.fell else rate > _JUMP * last
+        return rate / last if rises else 1.0
 
 
 def _moved(reach: float, slope: float, *, fell: bool, warms_up: bool) -> float:
