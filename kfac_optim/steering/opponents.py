@@ -194,9 +194,9 @@ class Opposition(Counted, captured_lost=Counter(False, 1), added_lost=Counter(Fa
 
         None: that is not known yet, before the second step that collects statistics.
         """
-        if self.opposes is None:
-            return None
-        return self.is_opponent or (OPPONENTS.exist_for(self) if self._ranks.alone else self.all_see_opponents)
+        if self.is_opponent or (OPPONENTS.exist_for(self) if self._ranks.alone else self.all_see_opponents):
+            return True
+        return None if self.opposes is None else False
 
     def counters(self) -> dict[str, float]:
         """The counters to save.

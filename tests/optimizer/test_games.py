@@ -170,6 +170,15 @@ def test_a_refresh_that_was_not_due_in_a_game_is_made_when_it_is_due() -> None:
     assert game.done[1][0] == 2 and game.engines[1].stages.refresher.last_refresh == 60
 
 
+def test_a_game_is_known_once_gradients_were_thrown_away_twice() -> None:
+    """Before the second step that collects statistics, which is the fourth."""
+    game = Game(KFACAdam, {"lr": 0.01})
+    game.play(2)
+    assert not any("two networks" in str(player.curvature) for player in game.optimizers)
+    game.play(1)
+    assert all("two networks" in str(player.curvature) for player in game.optimizers)
+
+
 def test_a_game_that_only_statistics_show_is_watched_by_them() -> None:
     """The discriminator's. A generator knows of its opponent without them."""
     game = Game(KFACAdam, {"lr": 0.01}, zeroed_at_once=True)
