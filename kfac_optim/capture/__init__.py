@@ -22,6 +22,7 @@ Where to look::
     fisher.py          the distributions that the sampled Fisher draws from
     loss_terms.py      input and output of a model -> M
     attention.py       projections that are applied without calling a module
+    recurrent.py       recurrent modules, whose layers are inside one operation
     signs.py           signs of networks that train against each other
     weight_uses.py     weights that are used outside the calls of their modules
     autograd.py        the graph behind a tensor, the pass in progress, gradients that arrive

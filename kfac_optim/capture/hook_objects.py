@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from ..common.machines import refuse_cuda_graphs
 from .calls import CONCURRENT
@@ -90,6 +91,14 @@ class FirstHook(Hook):
             here = self.module is not None and self.module() is args[0]
             if here and self.in_every_step is not None and (owner := self.owner()) is not None:
                 self.in_every_step(owner, *self.args, *args)
+        return super().__call__(*args)
+
+
+class EagerHook(FirstHook):
+    """A hook of a module that dynamo does not trace, and must not meet as an argument of a hook either (recurrent)."""
+
+    @_disable_dynamo
+    def __call__(self, *args: Any) -> Any:
         return super().__call__(*args)
 
 

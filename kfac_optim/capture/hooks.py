@@ -21,7 +21,7 @@ from torch._compile import _disable_dynamo
 
 from ..common.stopwatch import Stopwatch
 from ..distributed import is_sharded, own_part
-from ..layers import AttentionLayer, KroneckerLayer, ProjectionCall
+from ..layers import AttentionLayer, KroneckerLayer, ProjectionCall, RecurrentLayer
 from .attention import ProjectionTap, remove_taps, tap_of
 from .autograd import (
     as_plain,
@@ -35,10 +35,11 @@ from .autograd import (
 from .calls import ModelCall, ModelCalls, input_of
 from .compiled import CompiledCalls, place_of
 from .fisher import Fisher
-from .hook_objects import FirstHook, Hook, Hooks
+from .hook_objects import EagerHook, FirstHook, Hook, Hooks
 from .loss_terms import LossTerms, main_tensor
 from .microbatch import BackwardPasses
 from .recorder import Recorder, dense_input
+from .recurrent import RecurrentCalls
 from .sampling import SampledBackward
 from .signs import GameSigns
 from .statistics import TakenStatistics
@@ -77,6 +78,7 @@ class Capture:
         signs.watch(self._passes)
         self._sampling = None if fisher is None else SampledBackward(fisher, self._passes, roots)
         self._compiled = CompiledCalls(self._calls, self._passes, sampled=fisher is not None)
+        self._recurrent = RecurrentCalls(self._calls, self._passes, self._sampling)
         self._hooks = Hooks(self)
         self._attach(roots)
 
@@ -150,13 +152,17 @@ class Capture:
         """Hooks every layer, and every module that contains one, as any of them may be the outermost call."""
         uses: dict[nn.Module, list[tuple[int, int]]] = {}  # a module may have several layers
         attention: dict[nn.Module, list[tuple[int, AttentionLayer]]] = {}
+        recurrent: dict[nn.Module, list[tuple[int, RecurrentLayer]]] = {}
         for index, layer in enumerate(self.layers):
             if isinstance(layer, AttentionLayer):
                 attention.setdefault(layer.host, []).append((index, layer))
                 continue
+            if isinstance(layer, RecurrentLayer):
+                recurrent.setdefault(layer.host, []).append((index, layer))
+                continue
             for number, module in enumerate(layer.modules):
                 uses.setdefault(module, []).append((index, number))
-        containing = _containing({*uses, *attention}, roots)
+        containing = _containing({*uses, *attention, *recurrent}, roots)
         unwatched = _unwatched_parts(containing, roots)
         for module in containing:
             self._hooks.begin(module, unwatched[module])
@@ -172,13 +178,16 @@ class Capture:
             for use in own:
                 hook = Hook(self._record_input, *use, traced=(self._trace_input, place_of(*use)))
                 self._hooks.after(module, hook, first=first)
-            self._hooks.before(module, FirstHook(self._on_model_call_start), first=True)
+            start, end = (EagerHook, EagerHook) if module in recurrent else (FirstHook, Hook)
+            self._hooks.before(module, start(self._on_model_call_start), first=True)
+            if module in recurrent:
+                self._hooks.after(module, EagerHook(self._recurrent.on_call, recurrent[module]), first=True)
             if module in attention:
                 layers = [((i, 0), layer) for i, layer in attention[module]]
                 traced = self._on_attention_start, [((place_of(*place),), layer) for place, layer in layers]
                 self._hooks.before(module, Hook(self._on_attention_start, layers, traced=traced))
                 self._hooks.after(module, Hook(self._on_attention_end), always_call=True)
-            self._hooks.after(module, Hook(self._on_model_call_end), always_call=True)
+            self._hooks.after(module, end(self._on_model_call_end), always_call=True)
 
     # Model calls ----------------------------------------------------------------------------------------------------
 

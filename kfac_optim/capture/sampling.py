@@ -8,7 +8,7 @@ micro-batch when the user's backward pass reaches the model's output, and lost i
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,6 +28,9 @@ _REENTRANT = (
     "optimizer of this package)"
 )
 
+# For the gradient of a tensor, the calls of the layers that have computed it, each with its output gradient.
+_Calls = Callable[[Tensor], Iterable[tuple[LayerCall, Tensor]]]
+
 
 class SampledBackward:
     """Draws targets for model calls, and holds their moments until the user's backward pass.
@@ -42,8 +45,8 @@ class SampledBackward:
         self.fisher, self.recorder, self.passes, self.roots = fisher, passes.recorder, passes, roots
         self._step = self._rank = 0
         self._samples = 0  # how many were drawn in this step
-        # The layer calls in a model call that goes on, each with the graph edge of its output.
-        self._awaited: WeakKeyDictionary[ModelCall, list[tuple[LayerCall, Any]]] = WeakKeyDictionary()
+        # Of a model call that goes on: layers, their calls once a gradient is known, and the graph edge of that tensor.
+        self._awaited: WeakKeyDictionary[ModelCall, list[tuple[Sequence[int], _Calls, Any]]] = WeakKeyDictionary()
         self._seen: set[int] = set()  # the layers that model calls have reached with gradients enabled
         self._checked = False  # whether the loss's gradient was checked
 
@@ -73,9 +76,16 @@ class SampledBackward:
 
     def await_gradient(self, call: ModelCall, layer_call: LayerCall, result: Tensor) -> None:
         """Notes a layer's call in a model call, and the tensor that it has computed."""
+        self.await_gradients(call, [layer_call.index], lambda g: [(layer_call, g)], result)
+
+    def await_gradients(self, call: ModelCall, layers: Sequence[int], layer_calls: _Calls, result: Tensor) -> None:
+        """As :meth:`await_gradient`, for several layers that have computed one tensor together.
+
+        ``layer_calls``: returns, for the gradient of ``result``, the layers' calls, each with its output gradient.
+        """
         # The edge, because after an in-place activation the tensor itself stands for the activation's output.
         edge = torch.autograd.graph.get_gradient_edge(result)
-        self._awaited.setdefault(call, []).append((layer_call, edge))
+        self._awaited.setdefault(call, []).append((layers, layer_calls, edge))
 
     def run(self, call: ModelCall, output: Any) -> None:
         """Takes the gradients of the layers' outputs for a model call that has just returned ``output``."""
@@ -85,22 +95,23 @@ class SampledBackward:
         if not (isinstance(logits, Tensor) and logits.requires_grad) or logits.dim() == 0 or not awaited:
             return
         self._require_whole_model(call)
-        self._seen.update(layer_call.index for layer_call, _ in awaited)
+        self._seen.update(index for layers, _, _ in awaited for index in layers)
         seed = hash((fisher.seed, self._rank, self._step, self._samples)) % 2**63
         self._samples += 1
         with self.recorder.stopwatch.stage("sampled backward"), torch.autocast(logits.device.type, enabled=False):
             target = self._sampled_gradient(logits, torch.Generator(logits.device).manual_seed(seed))
             try:
-                edges = [edge for _, edge in awaited]
+                edges = [edge for _, _, edge in awaited]
                 gradients = torch.autograd.grad(logits, edges, target, retain_graph=True, allow_unused=True)
             except RuntimeError as error:
                 if "heckpoint" not in str(error):
                     raise
                 raise RuntimeError(_REENTRANT.format("")) from error
         pending = {
-            layer_call: self.recorder.output_moment(layer_call, g, scaled=False)
-            for (layer_call, _), g in zip(awaited, gradients, strict=True)
+            layer_call: self.recorder.output_moment(layer_call, own, scaled=False)
+            for (_, layer_calls, _), g in zip(awaited, gradients, strict=True)
             if g is not None
+            for layer_call, own in layer_calls(g)
         }
         when_gradient_arrives(logits, functools.partial(self._commit, call, pending), of_loss=True)
 

@@ -33,15 +33,18 @@ Where to look::
     weight_norm.py   Linear and convolutions with weight norm
     norm.py          LayerNorm, RMSNorm, GroupNorm, BatchNorm, SyncBatchNorm
     attention.py     the projections of MultiheadAttention
+    recurrent.py     LSTM, GRU, RNN and their cells
+    recurrence.py    the gradients of these, back through time
     lookalikes.py    modules that have their own forward but compute the same as one of the above
 """
 
-from . import attention, convolution, linear, norm  # noqa: F401  (each registers its layers)
+from . import attention, convolution, linear, norm, recurrent  # noqa: F401  (each registers its layers)
 from .attention import AttentionInputLayer, AttentionLayer, ProjectionCall
 from .base import COMPUTED, Declined, KroneckerLayer, Observation, RowsLayer
 from .linear import LinearLayer
 from .moments import spread_examples
 from .options import LayerOptions, Sharing
+from .recurrent import RecurrentCall, RecurrentLayer, tensors_of, with_tensors
 from .registry import register_layer
 from .search import FoundLayers, skip_reason
 
@@ -56,9 +59,13 @@ __all__ = [
     "LinearLayer",
     "Observation",
     "ProjectionCall",
+    "RecurrentCall",
+    "RecurrentLayer",
     "RowsLayer",
     "Sharing",
     "register_layer",
     "skip_reason",
     "spread_examples",
+    "tensors_of",
+    "with_tensors",
 ]

@@ -82,6 +82,8 @@ class KroneckerLayer(ABC):
         batch_dim: The dimension of the examples in inputs with shared positions.
         host: For the projections of attention, which are not modules that are called, the module whose forward calls
             ``F.linear`` with the weight; else None.
+        gates: How many gates of a recurrent cell the outputs are; G keeps a block for each.
+        most_reach: How far its steps may be stretched along flat directions (:mod:`~kfac_optim.steering.reach`).
         notes: What a user should know about the layer, shown in the table.
         reparametrized: If its modules compute their weight from ``weight``, in operations of their own: why their other
             parameters are no part of the block; else empty.
@@ -94,6 +96,8 @@ class KroneckerLayer(ABC):
     always_expands = False
     copies_rows = False
     stored_transposed = False
+    gates = 1
+    most_reach = 3.0
     bias_part = slice(None)
     host: nn.Module | None = None
 
@@ -115,7 +119,7 @@ class KroneckerLayer(ABC):
         self.machine = machine_of(self.weight.device)
         limit = options.largest_block(self.machine)
         a, why_a = kept_of("A", FactorSpec(self.pairs, self.d_in, self.diagonal_input), self.d_out, limit)
-        g, why_g = kept_of("G", FactorSpec(self.pairs, self.d_out), self.d_in, limit)
+        g, why_g = kept_of("G", FactorSpec(self.pairs, self.d_out), self.d_in, limit, self.gates)
         self.specs = a, g
         self.notes += [f"{side} {why}" for side, why in (("A", why_a), ("G", why_g)) if why]
 

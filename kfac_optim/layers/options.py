@@ -69,7 +69,7 @@ class LayerOptions:
         return self.trainable is None or parameter in self.trainable
 
 
-def kept_of(side: str, whole: FactorSpec, other: int, limit: int | None) -> tuple[FactorSpec, str]:
+def kept_of(side: str, whole: FactorSpec, other: int, limit: int | None, gates: int = 1) -> tuple[FactorSpec, str]:
     """What is kept of a factor A or G, and the reason if that is not all of it (else an empty text).
 
     Args:
@@ -77,12 +77,15 @@ def kept_of(side: str, whole: FactorSpec, other: int, limit: int | None) -> tupl
         whole: The factor; one that is diagonal by nature is kept as it is.
         other: The number of rows of the other factor of the layer.
         limit: The most rows of a block; None: no limit.
+        gates: How many gates the rows of G belong to; a block has the rows of one gate at most.
     """
     if limit is None or whole.diagonal:
         return whole, ""
     dim = whole.dim
     why = f"max_factor_dim={limit}"
-    if dim > _LOPSIDED_DIM and dim >= _LOPSIDED_RATIO * other:
+    if gates > 1 and dim <= limit * gates:
+        limit, why = -(-dim // gates), f"{gates} gates; max_factor_dim=None: whole"
+    elif gates == 1 and dim > _LOPSIDED_DIM and dim >= _LOPSIDED_RATIO * other:
         why = f"{dim} is {dim // other} times {other}; max_factor_dim=None: whole"
         limit = 1 if side == "G" else min(limit, max(_LEAST_BLOCK, other))
     blocks = -(-dim // limit)

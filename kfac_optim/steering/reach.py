@@ -12,7 +12,9 @@ layer's ``A (x) G``. With the first moment m, and c the coefficient of the base'
 The stretch is zero in the steepest direction, and ``L / gamma`` times the base's own step in the flattest. Steep
 directions are left to the base, whose rate was chosen for them: a stretch only ever adds to its step. At reach 1 the
 step is along the natural gradient, and as long as the base's in the layer's steepest direction. The rate was chosen for
-the steepest direction of the whole model, which may be steeper than the layer's; so a reach may go up to 3.
+the steepest direction of the whole model, which may be steeper than the layer's; so a reach may go up to 3. That of a
+recurrent layer goes up to 0.05: where its cells saturate, the loss is flat and shows no wall, and weights would grow
+without end.
 
 Each layer has a reach of its own, which starts low. If the loss still falls along the layer's last stretch::
 
@@ -46,7 +48,7 @@ from ..blocks import Block
 from ..common.counters import Counted, counter
 from ..stacks import Matrices, Stacked
 
-LEAST_REACH, _MOST = 3e-4, 3.0  # at the least reach a stretch is too small to notice
+LEAST_REACH = 3e-4  # a stretch that is too small to notice
 _GROWTH = 1.1  # in a step, reach is multiplied by this factor or divided by it
 _FIRST_GROWTH = 1.4  # what it is multiplied by where the slope has not changed, before its first fall
 _FALL = 30.0  # at a slope below -1 or above 2, reach is divided by more than _GROWTH, up to this
@@ -82,7 +84,7 @@ def learn_reaches(
         if before > 0 and (not undone or block.is_constrained or undone.isdisjoint(block.layer.parameters)):
             slope, fell = after / before, block.learned("fell")
             reach = _moved(block.reach, slope, fell=fell, warms_up=warms_up)
-            block.set_learned(reach=reach, fell=fell or not slope > 0)
+            block.set_learned(reach=min(reach, block.layer.most_reach), fell=fell or not slope > 0)
             too_long.update(() if after > 0 else block.layer.parameters)  # also if ``after`` is NaN
     return too_long
 
@@ -133,7 +135,7 @@ def _moved(reach: float, slope: float, *, fell: bool, warms_up: bool) -> float:
     excess = max(-slope, slope - 1)  # above 1 outside of -1 to 2
     if slope > 0 and not (fell and excess > 1):
         unchanged = 0.0 if fell or warms_up else min(1.0, max(0.0, 2 * slope - 1))
-        return min(_MOST, reach * _GROWTH * (_FIRST_GROWTH / _GROWTH) ** unchanged)
+        return reach * _GROWTH * (_FIRST_GROWTH / _GROWTH) ** unchanged
     fall = max(1.0, min(min(excess, _FALL) ** 2, _FALL / _GROWTH)) if math.isfinite(slope) else _FALL / _GROWTH
     return max(LEAST_REACH, reach / (_GROWTH * fall))
 

@@ -28,6 +28,7 @@ from kfac_optim.layers import KroneckerLayer
 from kfac_optim.optimizers import KFACMixin
 from tests.helpers import reference
 from tests.helpers.compare import REL_TOL, assert_near
+from tests.helpers.recurrent import Unrolled
 from tests.helpers.reference import NORMS, Curvature, Pair, gradient, is_norm, matrix, watched
 from tests.helpers.settings import BASES, EXACT, FLOAT64, SOLVERS
 from tests.helpers.zoo import FAMILIES, GAN, TRANSFORMERS, Batch, Experts, Family, discriminate, generate
@@ -181,10 +182,10 @@ class Counts:
 
 
 def linear_weights(model: nn.Module) -> dict[nn.Parameter, str]:
-    """The weights of Linear layers, convolutions and attention's projections, and the name of the first module."""
+    """The weights of Linear layers, convolutions, attention and LSTMs, and the name of the first module."""
     found: dict[nn.Parameter, str] = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.MultiheadAttention):
+        if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
             found |= {p: f"{name}.{own}" for own, p in module.named_parameters(recurse=False) if "weight" in own}
         elif isinstance(module, (nn.Linear, _ConvNd)) or reference.is_conv1d(module):
             found.setdefault(module.weight, name)
@@ -241,6 +242,7 @@ VALUES: dict[str, object] = FLOAT64 | {
     "factor_update_steps": 1,
     "inv_update_steps": 1,
     "spread": 0,
+    "max_factor_dim": None,
 }
 
 
@@ -276,12 +278,14 @@ class Projections(nn.Module):
 
 
 def explicit(model: nn.Module) -> nn.Module:
-    """A copy that nobody watches, with attention's projections as modules."""
+    """A copy that nobody watches, with the layers of attention and of recurrent modules as modules."""
     twin = copy.deepcopy(model)
     for module in list(twin.modules()):
         for name, child in module.named_children():
             if isinstance(child, nn.MultiheadAttention):
                 setattr(module, name, Projections(child))
+            elif isinstance(child, nn.RNNBase):
+                setattr(module, name, Unrolled(child))
     return twin
 
 

@@ -1,0 +1,109 @@
+"""Calls of recurrent modules, whose layers are inside one operation of torch.
+
+The tensors that such a module returns become parts of one, so that their gradients arrive together; then inputs and
+output gradients of its layers are computed (``layers/recurrent.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..common.precision import full_precision
+from ..layers import ProjectionCall, RecurrentCall, RecurrentLayer, tensors_of, with_tensors
+from .autograd import beneath_transforms, is_of_loss, is_transformed, when_gradient_arrives
+from .calls import ModelCall, ModelCalls, input_of
+from .microbatch import BackwardPasses
+from .recorder import LayerCall
+from .sampling import SampledBackward
+
+LayerCalls = Iterable[tuple[LayerCall, Tensor]]  # each with its output gradient
+
+
+class RecurrentCalls:
+    """Records the calls of recurrent modules.
+
+    Args:
+        calls: The model calls.
+        passes: Takes output gradients; its recorder makes moments.
+        sampling: The sampled Fisher's backward pass, if there is one.
+    """
+
+    def __init__(self, calls: ModelCalls, passes: BackwardPasses, sampling: SampledBackward | None) -> None:
+        self._calls, self._recorder, self._passes, self._sampling = calls, passes.recorder, passes, sampling
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the step collects statistics."""
+        return self._recorder.enabled
+
+    def on_call(
+        self,
+        layers: Sequence[tuple[int, RecurrentLayer]],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+    ) -> Any:
+        """The hook of a module; returns its output as copies of the parts of one tensor."""
+        if not torch.is_grad_enabled():
+            return None
+        tensors, given = tensors_of(output), input_of(args, kwargs)
+        wanted = [(i, layer) for i, layer in layers if self._recorder.wants(i, given, tensors[0], ProjectionCall(1))]
+        if not wanted or not tensors[0].requires_grad:
+            return None
+        if is_transformed(tensors[0]):
+            self._watch_transformed(wanted, beneath_transforms(tensors[0]))
+            return None
+        state = args[1] if len(args) > 1 else kwargs.get("hx")
+        with full_precision(tensors[0].device.type):
+            recurrent = RecurrentCall(module, given, state, output, self._recorder.dtype)
+        if recurrent.is_packed:  # an example is a row: without lengths no mean over the positions of one
+            wanted = [(i, layer) for i, layer in wanted if not layer.by_example]
+        together, call = torch.cat([tensor.reshape(-1) for tensor in tensors]), self._calls.current
+        views = functools.partial(_views, shapes=[tensor.shape for tensor in tensors])
+        layer_calls = functools.partial(self._layer_calls, wanted, recurrent, views)
+        if self._sampling is None:
+            when_gradient_arrives(together, functools.partial(self._add, layer_calls, call or self._calls.last))
+        elif not any(self._sampling.leaves_out(i, call) for i, _ in wanted) and call is not None:
+            self._sampling.await_gradients(call, [i for i, _ in wanted], layer_calls, together)
+        # Copies, because views of one tensor must not be changed in place as separate tensors may.
+        return with_tensors(output, [view.clone() for view in views(together)])
+
+    def _layer_calls(
+        self,
+        wanted: Sequence[tuple[int, RecurrentLayer]],
+        recurrent: RecurrentCall,
+        views: Callable[[Tensor], Sequence[Tensor]],
+        g: Tensor,
+    ) -> Iterator[tuple[LayerCall, Tensor]]:
+        """The calls of a module's layers, each with its output gradient; ``g``: the gradient of all it has returned."""
+        with self._recorder.stopwatch.stage("factor computation"), full_precision(g.device.type):
+            rows = recurrent.rows(views(g))
+        for index, layer in wanted:
+            a, g_rows = rows[layer.suffix]
+            yield self._recorder.observe(index, 0, a, g_rows, ProjectionCall(recurrent.examples)), g_rows
+
+    def _add(self, layer_calls: Callable[[Tensor], LayerCalls], call: ModelCall | None, g: Tensor) -> None:
+        """Takes the gradient of what a module has returned."""
+        if is_of_loss(g):
+            for layer_call, g_rows in layer_calls(g):
+                moment = functools.partial(self._recorder.output_moment, layer_call, g_rows, scaled=True)
+                self._passes.add(layer_call, call, moment)
+
+    def _watch_transformed(self, layers: Sequence[tuple[int, RecurrentLayer]], value: Tensor) -> None:
+        """Watches whether the loss's gradient passes through a call inside ``torch.func``, of which nothing is seen."""
+        self._passes.note_transform()
+        for index, _ in layers if value.requires_grad else ():
+            value.register_hook(functools.partial(self._passes.record_hidden_gradient, index))
+
+
+def _views(flat: Tensor, *, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """The tensors that lie one after the other in a flat one."""
+    ends = list(itertools.accumulate(shape.numel() for shape in shapes))
+    return [flat[end - shape.numel() : end].view(shape) for end, shape in zip(ends, shapes, strict=True)]
