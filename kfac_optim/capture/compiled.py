@@ -27,7 +27,6 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..layers import ProjectionCall
 from .autograd import in_backward
 from .calls import CONCURRENT, ModelCall, ModelCalls
 from .microbatch import BackwardPasses
@@ -73,22 +72,22 @@ class CompiledCalls:
         """Notes that a model call has returned and M is known."""
         self._traced = call
 
-    def trace_layer_call(self, place: Tensor, a: Tensor, output: Tensor, projection: ProjectionCall | None) -> Tensor:
+    def trace_layer_call(self, place: Tensor, a: Tensor, output: Tensor, details: Sequence[int]) -> Tensor:
         """Puts the operator into the graph; returns its result, which replaces the output."""
-        return cast(Tensor, _record_input(a, output, place, self._handle, list(projection or ()))[0])
+        return cast(Tensor, _record_input(a, output, place, self._handle, list(details))[0])
 
     # While a graph runs.
 
     def record_input(
-        self, index: int, use: int, a: Tensor, output: Tensor, projection: ProjectionCall | None
+        self, index: int, use: int, a: Tensor, output: Tensor, details: Sequence[int]
     ) -> Callable[[Tensor], None] | None:
         """Notes that a layer of the graph was applied; returns a function to call with the gradient of its output."""
         if self._traced is not None:  # even if this layer is frozen: the call that comes now has an M of its own
             self.finish_running_call()
-        if not self.recorder.wants(index, a, output, projection):
+        if not self.recorder.wants(index, a, output):
             return None
         # A copy, because an observation may keep its input, and compiled code overwrites what it no longer needs.
-        layer_call = self.recorder.observe(index, use, a.clone(), output, projection)
+        layer_call = self.recorder.observe(index, use, a.clone(), output, details)
         call = self.calls.current
         if in_backward():  # a checkpoint that is recomputed
             call = self.calls.last
@@ -115,24 +114,24 @@ class CompiledCalls:
 @torch.library.custom_op(
     "kfac_optim::record_input",
     mutates_args=(),
-    schema="(Tensor a, Tensor output, Tensor place, int handle, SymInt[] projection) -> (Tensor, Tensor)",
+    schema="(Tensor a, Tensor output, Tensor place, int handle, SymInt[] details) -> (Tensor, Tensor)",
     **_OUTSIDE_CUDA_GRAPHS,
 )
 def _record_input(
-    a: Tensor, output: Tensor, place: Tensor, handle: int, projection: Sequence[int]
+    a: Tensor, output: Tensor, place: Tensor, handle: int, details: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """A copy of a layer's output, and a token that stands for the observation."""
     token, watcher = torch.zeros((), dtype=torch.int64, device="cpu"), _WATCHERS.get(handle)
     take = None
     if watcher is not None and watcher.recorder.enabled and output.numel():
         index, use = place.tolist()
-        take = watcher.record_input(index, use, a, output, ProjectionCall(*projection) if projection else None)
+        take = watcher.record_input(index, use, a, output, details)
     _AWAITED[token] = take
     return output.clone(), token
 
 
 @_record_input.register_fake
-def _(a: Tensor, output: Tensor, place: Tensor, handle: int, projection: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _(a: Tensor, output: Tensor, place: Tensor, handle: int, details: Sequence[int]) -> tuple[Tensor, Tensor]:
     if _WATCHERS[int(handle)].sampled:  # looked at here, so that it is found during compilation
         raise RuntimeError(
             "the sampled Fisher needs gradients of single layers before the backward pass, which a compiled graph "

@@ -21,8 +21,8 @@ from torch._compile import _disable_dynamo
 
 from ..common.stopwatch import Stopwatch
 from ..distributed import is_sharded, own_part
-from ..layers import AttentionLayer, KroneckerLayer, ProjectionCall, RecurrentLayer
-from .attention import ProjectionTap, remove_taps, tap_of
+from ..layers import AttentionLayer, HostedLayer, KroneckerLayer, RecurrentLayer
+from .attention import AttentionTap
 from .autograd import (
     as_plain,
     beneath_transforms,
@@ -43,6 +43,7 @@ from .recurrent import RecurrentCalls
 from .sampling import SampledBackward
 from .signs import GameSigns
 from .statistics import TakenStatistics
+from .taps import Tap, remove_taps, tap_of
 from .weight_uses import WeightUses
 
 
@@ -151,18 +152,19 @@ class Capture:
     def _attach(self, roots: Iterable[nn.Module]) -> None:
         """Hooks every layer, and every module that contains one, as any of them may be the outermost call."""
         uses: dict[nn.Module, list[tuple[int, int]]] = {}  # a module may have several layers
-        attention: dict[nn.Module, list[tuple[int, AttentionLayer]]] = {}
+        hosted: dict[nn.Module, list[tuple[tuple[int, int], HostedLayer]]] = {}
         recurrent: dict[nn.Module, list[tuple[int, RecurrentLayer]]] = {}
         for index, layer in enumerate(self.layers):
-            if isinstance(layer, AttentionLayer):
-                attention.setdefault(layer.host, []).append((index, layer))
+            if isinstance(layer, HostedLayer):
+                for number, host in enumerate(layer.hosts):
+                    hosted.setdefault(host, []).append(((index, number), layer))
                 continue
             if isinstance(layer, RecurrentLayer):
                 recurrent.setdefault(layer.host, []).append((index, layer))
                 continue
             for number, module in enumerate(layer.modules):
                 uses.setdefault(module, []).append((index, number))
-        containing = _containing({*uses, *attention, *recurrent}, roots)
+        containing = _containing({*uses, *hosted, *recurrent}, roots)
         unwatched = _unwatched_parts(containing, roots)
         for module in containing:
             self._hooks.begin(module, unwatched[module])
@@ -182,11 +184,11 @@ class Capture:
             self._hooks.before(module, start(self._on_model_call_start), first=True)
             if module in recurrent:
                 self._hooks.after(module, EagerHook(self._recurrent.on_call, recurrent[module]), first=True)
-            if module in attention:
-                layers = [((i, 0), layer) for i, layer in attention[module]]
-                traced = self._on_attention_start, [((place_of(*place),), layer) for place, layer in layers]
-                self._hooks.before(module, Hook(self._on_attention_start, layers, traced=traced))
-                self._hooks.after(module, Hook(self._on_attention_end), always_call=True)
+            if layers := hosted.get(module):
+                traced = self._on_host_start, [((place_of(*place),), layer) for place, layer in layers]
+                of_host = FirstHook(self._on_host_start, layers, traced=traced, in_every_step=self._note_frozen_inside)
+                self._hooks.before(module, of_host)
+                self._hooks.after(module, Hook(self._on_host_end), always_call=True)
             self._hooks.after(module, end(self._on_model_call_end), always_call=True)
 
     # Model calls ----------------------------------------------------------------------------------------------------
@@ -274,26 +276,22 @@ class Capture:
     ) -> Tensor | None:
         return self._trace(place, input_of(args, kwargs), output)
 
-    def _record(
-        self, index: int, use: int, a: Any, output: Any, projection: ProjectionCall | None = None
-    ) -> Tensor | None:
+    def _record(self, index: int, use: int, a: Any, output: Any, details: Sequence[int] = ()) -> Tensor | None:
         """Records a layer's call."""
         if not _needs_gradient(a, output):
             if torch.is_grad_enabled() and isinstance(output, Tensor):  # inside jvp no tensor says that it needs one
-                self._record_transformed(index, use, a, output, projection)
+                self._record_transformed(index, use, a, output, details)
             return None
         a = own_part(a)  # with tensor parallelism, this rank's part: all columns, or its own
-        if self._recorder.wants(index, a, output, projection):
+        if self._recorder.wants(index, a, output):
             if is_transformed(output):
-                self._record_transformed(index, use, a, output, projection)
+                self._record_transformed(index, use, a, output, details)
             else:
-                self._record_call(index, use, as_plain(a), output, projection)
+                self._record_call(index, use, as_plain(a), output, details)
         return None
 
     @_disable_dynamo  # it does not know these functions
-    def _record_transformed(
-        self, index: int, use: int, a: Any, output: Tensor, projection: ProjectionCall | None
-    ) -> None:
+    def _record_transformed(self, index: int, use: int, a: Any, output: Tensor, details: Sequence[int]) -> None:
         """Records a call inside ``torch.func.jvp``, which gives values as ever, and their derivatives beside these.
 
         Inside other transforms, only whether the loss's gradient passes through the call is watched.
@@ -303,19 +301,19 @@ class Capture:
         value, outside = beneath_transforms(output), outside_jvp()
         if outside is not None:
             with outside:
-                self._record(index, use, beneath_transforms(a) if isinstance(a, Tensor) else a, value, projection)
-        elif _needs_gradient(a, output) and self._recorder.wants(index, a, output, projection):
+                self._record(index, use, beneath_transforms(a) if isinstance(a, Tensor) else a, value, details)
+        elif _needs_gradient(a, output) and self._recorder.wants(index, a, output):
             self._passes.note_transform()
             if value.requires_grad:
                 value.register_hook(functools.partial(self._passes.record_hidden_gradient, index))
 
-    def _trace(self, place: Tensor, a: Any, output: Any, projection: ProjectionCall | None = None) -> Tensor | None:
+    def _trace(self, place: Tensor, a: Any, output: Any, details: Sequence[int] = ()) -> Tensor | None:
         """As :meth:`_record`, in a graph that is being traced; returns what takes the place of the output."""
         if not _needs_gradient(a, output) or is_sharded(output):
             return None
-        return self._compiled.trace_layer_call(place, own_part(a), output, projection)
+        return self._compiled.trace_layer_call(place, own_part(a), output, details)
 
-    def _record_call(self, index: int, use: int, a: Tensor, output: Tensor, projection: ProjectionCall | None) -> None:
+    def _record_call(self, index: int, use: int, a: Tensor, output: Tensor, details: Sequence[int]) -> None:
         """Takes the moment of a layer's input now, and that of its output's gradient when this arrives."""
         call, result = self._calls.current, own_result(output)
         if call is not None and not in_backward():
@@ -325,42 +323,51 @@ class Capture:
             return
         if self._sampling is not None and self._sampling.leaves_out(index, call):
             return
-        layer_call = self._recorder.observe(index, use, dense, output, projection)
+        layer_call = self._recorder.observe(index, use, dense, output, details)
         if self._sampling is not None and call is not None:
             self._sampling.await_gradient(call, layer_call, result)
         else:
             take = functools.partial(self._passes.record_output_gradient, layer_call, call or self._calls.last)
             when_gradient_arrives(result, take)
 
-    # Attention ------------------------------------------------------------------------------------------------------
+    # Hosts ----------------------------------------------------------------------------------------------------------
 
-    def _on_attention_start(
+    def _on_host_start(
         self,
-        layers: Sequence[tuple[tuple[Any, ...], AttentionLayer]],
+        layers: Sequence[tuple[tuple[Any, ...], HostedLayer]],
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        """Watches the projections of one call.
+        """Watches the functions that one call of a host gives weights to.
 
         ``layers``: each with the first arguments of :meth:`_record` or, while it is traced, of :meth:`_trace`.
         """
         is_traced = torch.compiler.is_compiling()
+        if is_traced and module._compiled_call_impl is not None:  # a graph of this hook alone can't leave a mode on
+            return
         tap = tap_of(module, [layer for _, layer in layers])
         if tap is None and not is_traced:
-            remove_taps()  # an interrupted call may have left its tap
+            remove_taps(module)  # an interrupted call may have left its tap
         if torch.is_grad_enabled() and any(layer.weight.requires_grad for _, layer in layers):
             if tap is None:
-                query = args[0] if args else kwargs.get("query")
-                if not isinstance(query, Tensor):  # torch will refuse the call
-                    return
-                tap = ProjectionTap(module, query)
+                tap = AttentionTap(module) if isinstance(layers[0][1], AttentionLayer) else Tap(module)
                 tap.__enter__()
             record: Callable[..., Any] = self._trace if is_traced else self._record
             tap.add([(functools.partial(record, *place), layer) for place, layer in layers])
 
-    def _on_attention_end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        remove_taps()
+    def _note_frozen_inside(
+        self,
+        layers: Sequence[tuple[tuple[int, int], HostedLayer]],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        for (index, use), _ in layers:
+            self._note_if_frozen(index, use, module, args, kwargs, None)
+
+    def _on_host_end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        remove_taps(module)
 
 
 def _unwatched_parts(watched: Collection[nn.Module], roots: Iterable[nn.Module]) -> dict[nn.Module, str]:

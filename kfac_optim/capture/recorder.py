@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..common.precision import full_precision
 from ..common.stopwatch import Stopwatch
 from ..distributed import is_sharded
-from ..layers import AttentionInputLayer, KroneckerLayer, LinearLayer, ProjectionCall
+from ..layers import AttentionInputLayer, AttentionLayer, KroneckerLayer, LinearLayer, ProjectionCall
 from .autograd import as_plain
 
 
@@ -23,11 +23,12 @@ class LayerCall:
     ``a``, packed unless the layer has ``by_example``, ``count`` and ``context`` are those of the layer's
     :class:`~kfac_optim.layers.base.Observation`, in which ``fraction`` is the share of the examples. ``shape`` is that
     of the output, with dimensions for examples and positions, which the gradient may lack
-    (:func:`~.autograd.own_result`); None for nested tensors.
+    (:func:`~.autograd.own_result`); None for nested tensors. ``module`` is what
+    :meth:`~kfac_optim.KroneckerLayer.as_applied` has put in its place.
     """
 
     index: int
-    module: nn.Module
+    module: Any
     a: Tensor
     count: Any
     context: Any
@@ -64,12 +65,12 @@ class Recorder:
         """Sets what the coming step records: see :meth:`~kfac_optim.capture.hooks.Capture.prepare`."""
         self.enabled, self._fraction, self._grad_scaler, self._left_out = enabled, fraction, grad_scaler, left_out
 
-    def wants(self, index: int, a: Tensor, output: Tensor, projection: ProjectionCall | None) -> bool:
+    def wants(self, index: int, a: Tensor, output: Tensor) -> bool:
         """Whether a call of a layer is to be recorded; see :meth:`observe` for the arguments."""
         layer = self.layers[index]
         if index in self._left_out or not layer.weight.requires_grad:
             return False
-        return projection is not None or _is_local(layer, a, output)
+        return isinstance(layer, AttentionLayer) or _is_local(layer, a, output)
 
     @property
     def has_scaler(self) -> bool:
@@ -88,7 +89,7 @@ class Recorder:
         use: int,
         a: Tensor,
         output: Tensor,
-        projection: ProjectionCall | None,
+        details: Sequence[int],
     ) -> LayerCall:
         """Notes a call of a layer, and takes the moment of its input at once.
 
@@ -97,10 +98,11 @@ class Recorder:
             use: The module's index among those that share the layer's weight.
             a: The input.
             output: The output.
-            projection: The use of a projection of attention; None if a module was called.
+            details: How the weight was applied, if inside the call of a host; empty if the layer's module was called.
         """
         layer = self.layers[index]
-        module = layer.modules[use]
+        module = layer.as_applied(layer.modules[use], details)
+        projection = ProjectionCall(*details) if isinstance(layer, AttentionLayer) else None
         shape: Sequence[int] | None = None if output.is_nested else output.shape
         with self.stopwatch.stage("factor computation"), full_precision(a.device.type):
             if projection is not None:  # the output projection is applied to a matrix

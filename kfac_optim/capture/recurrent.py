@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..common.precision import full_precision
-from ..layers import ProjectionCall, RecurrentCall, RecurrentLayer, tensors_of, with_tensors
+from ..layers import RecurrentCall, RecurrentLayer, tensors_of, with_tensors
 from .autograd import beneath_transforms, is_of_loss, is_transformed, when_gradient_arrives
 from .calls import ModelCall, ModelCalls, input_of
 from .microbatch import BackwardPasses
@@ -54,7 +54,7 @@ class RecurrentCalls:
         if not torch.is_grad_enabled():
             return None
         tensors, given = tensors_of(output), input_of(args, kwargs)
-        wanted = [(i, layer) for i, layer in layers if self._recorder.wants(i, given, tensors[0], ProjectionCall(1))]
+        wanted = [(i, layer) for i, layer in layers if self._recorder.wants(i, given, tensors[0])]
         if not wanted or not tensors[0].requires_grad:
             return None
         if is_transformed(tensors[0]):
@@ -87,7 +87,7 @@ class RecurrentCalls:
             rows = recurrent.rows(views(g))
         for index, layer in wanted:
             a, g_rows = rows[layer.suffix]
-            yield self._recorder.observe(index, 0, a, g_rows, ProjectionCall(recurrent.examples)), g_rows
+            yield self._recorder.observe(index, 0, a, g_rows, ()), g_rows
 
     def _add(self, layer_calls: Callable[[Tensor], LayerCalls], call: ModelCall | None, g: Tensor) -> None:
         """Takes the gradient of what a module has returned."""

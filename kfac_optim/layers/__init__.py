@@ -32,37 +32,47 @@ Where to look::
     shifts.py        the same moment from products of shifted images, if that is faster
     weight_norm.py   Linear and convolutions with weight norm
     norm.py          LayerNorm, RMSNorm, GroupNorm, BatchNorm, SyncBatchNorm
-    attention.py     the projections of MultiheadAttention
     recurrent.py     LSTM, GRU, RNN and their cells
     recurrence.py    the gradients of these, back through time
     lookalikes.py    modules that have their own forward but compute the same as one of the above
+    stand_ins.py     copies of modules, for trying what their forward does
+    hosted.py        layers whose weight is given to F.linear or F.conv2d inside the call of a module
+    attention.py     the projections of MultiheadAttention
+    own_forward.py   Linear and convolutions with a forward of their own around F.linear or F.conv2d
 """
 
 from . import attention, convolution, linear, norm, recurrent  # noqa: F401  (each registers its layers)
 from .attention import AttentionInputLayer, AttentionLayer, ProjectionCall
 from .base import COMPUTED, Declined, KroneckerLayer, Observation, RowsLayer
+from .hosted import Application, HostedLayer, application_of
 from .linear import LinearLayer
 from .moments import spread_examples
 from .options import LayerOptions, Sharing
+from .own_forward import OwnForwardConvLayer, OwnForwardLinearLayer
 from .recurrent import RecurrentCall, RecurrentLayer, tensors_of, with_tensors
 from .registry import register_layer
 from .search import FoundLayers, skip_reason
 
 __all__ = [
     "COMPUTED",
+    "Application",
     "AttentionInputLayer",
     "AttentionLayer",
     "Declined",
     "FoundLayers",
+    "HostedLayer",
     "KroneckerLayer",
     "LayerOptions",
     "LinearLayer",
     "Observation",
+    "OwnForwardConvLayer",
+    "OwnForwardLinearLayer",
     "ProjectionCall",
     "RecurrentCall",
     "RecurrentLayer",
     "RowsLayer",
     "Sharing",
+    "application_of",
     "register_layer",
     "skip_reason",
     "spread_examples",

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from .base import KroneckerLayer, Observation, own_parameter
+from .hosted import Application, HostedLayer
 from .linear import LinearLayer
 from .options import LayerOptions
 from .registry import register_layer
@@ -24,7 +25,7 @@ class ProjectionCall(NamedTuple):
     queries: int = 0  # how many queries each example has
 
 
-class AttentionLayer(LinearLayer):
+class AttentionLayer(HostedLayer, LinearLayer):
     """A projection of ``nn.MultiheadAttention``, which applies weights by ``F.linear`` and does not call a module.
 
     Inputs and output gradients are ``[positions, n, d]``, whatever the dimension of the examples outside of attention.
@@ -57,13 +58,13 @@ class AttentionLayer(LinearLayer):
         weight, bias = self._names
         return own_parameter(module, weight), module._parameters.get(bias)
 
-    def applies(self, tensor: Tensor) -> bool:
-        """Whether a tensor is the weight that the module has now, or a part of it.
+    @property
+    def hosts(self) -> Sequence[nn.Module]:
+        return (self.host,)
 
-        During a forward pass FSDP2 and ``torch.func.functional_call`` put another tensor in the parameter's place.
-        """
-        now = getattr(self.modules[0], self._names[0])
-        if tensor is now or tensor._base is now:
+    def is_applied(self, host: nn.Module, application: Application) -> bool:
+        tensor, now = application.weight, getattr(self.modules[0], self._names[0])
+        if tensor is now or tensor._base is now:  # packed weights are applied part by part
             return True
         if now._base is None or tensor._base is not now._base:
             return False

@@ -200,6 +200,13 @@ class KroneckerLayer(ABC):
     def from_matrix(self, matrix: Tensor) -> tuple[Tensor, ...]:
         """The inverse of :meth:`~kfac_optim.KroneckerLayer.to_matrix`: one tensor per entry of ``parameters``."""
 
+    def as_applied(self, module: nn.Module, details: Sequence[int]) -> Any:
+        """What :meth:`~kfac_optim.KroneckerLayer.observe` and the like get as the module: for most types it itself.
+
+        ``details``: how the weight was applied, if inside the call of a host (``hosted.py``); else empty.
+        """
+        return module
+
     def batch_dim_of(self, module: nn.Module, x: Tensor) -> int | None:
         """The dimension of the examples in an input or output ``x``; None if ``x`` is a single example without one."""
         return 0 if x.dim() > 1 else None

@@ -6,7 +6,7 @@ import functools
 import math
 from abc import abstractmethod
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from .base import Observation, RowsLayer
 from .moments import with_ones
 from .registry import register_layer
 from .shifts import shift_pays, shifted_moment
-from .windows import Windows, pixels, unfolded_moment
+from .windows import Windows, for_each, pixels, unfolded_moment, zeros_around
 
 _PerDimension = int | str | tuple[int, ...]  # of a convolution's attribute: one for all dimensions, or for each
 
@@ -35,7 +35,7 @@ class _ConvNdLayer(RowsLayer):
         return module.groups, module.out_channels // module.groups, d_in + (self.bias is not None)
 
     def batch_dim_of(self, module: Any, x: Tensor) -> int | None:
-        return 0 if x.dim() == len(module.kernel_size) + 2 else None
+        return 0 if x.dim() == len(self.weight_shape) else None
 
     @abstractmethod
     def windows(self, module: Any, a: Tensor, output: Tensor) -> tuple[Tensor, Windows]:
@@ -48,20 +48,20 @@ class _ConvNdLayer(RowsLayer):
         """
 
     def observe(self, module: Any, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
-        spec, channels = self.specs[0], module.in_channels // module.groups
+        spec, channels = self.specs[0], (self.d_in - (self.bias is not None)) // math.prod(self.weight_shape[2:])
         in_groups = spec.blocks == 1 or (self.bias is None and channels % spec.blocks == 0)
         if self.by_example or spec.diagonal or not in_groups:
             return super().observe(module, a, output, dtype)
         image, windows = self._batched(module, self.multiplicand(a.detach(), dtype), output)
         # Gives what the base class would, but does not unfold patches where that is faster. Blocks of whole channels
         # are like groups.
-        groups = module.groups * spec.blocks
+        groups = self.pairs * spec.blocks
         shifted = shift_pays(image.shape, windows, groups, a.device, half=image.dtype != dtype)
         moment = (shifted_moment if shifted else unfolded_moment)(image, windows, groups)
         count = len(image) * math.prod(windows.positions(image.shape[2:]))
         if self.bias is not None:
             total = windows.unfold(image.sum(0, keepdim=True, dtype=dtype)).flatten(2, -1 - len(windows.size)).sum(2)
-            moment = with_ones(moment, total.reshape(module.groups, -1), count)
+            moment = with_ones(moment, total.reshape(self.pairs, -1), count)
         return Observation(moment, count)
 
     def input_rows(self, module: Any, a: Tensor, output: Tensor) -> Iterable[Tensor]:
@@ -69,15 +69,15 @@ class _ConvNdLayer(RowsLayer):
         for chunk in image.split(windows.examples_at_once(image)):
             patches = windows.unfold(chunk)
             patches = patches.movedim(1, len(windows.size) + 1).flatten(1, len(windows.size))
-            yield patches.reshape(*patches.shape[:2], module.groups, -1)
+            yield patches.reshape(*patches.shape[:2], self.pairs, -1)
 
     def _batched(self, module: Any, a: Tensor, output: Tensor) -> tuple[Tensor, Windows]:
         """:meth:`windows` of an input that may be a single example without a batch dimension."""
-        unbatched = a.dim() == len(module.kernel_size) + 1
+        unbatched = a.dim() < len(self.weight_shape)
         return self.windows(module, a[None], output[None]) if unbatched else self.windows(module, a, output)
 
     def output_rows(self, module: Any, g: Tensor, context: Any) -> Tensor:
-        if g.dim() == len(module.kernel_size) + 1:
+        if g.dim() < len(self.weight_shape):
             g = g[None]
         return pixels(g, self.pairs)
 
@@ -86,18 +86,8 @@ class _ConvNdLayer(RowsLayer):
 def _sliding(size: _PerDimension, stride: _PerDimension, dilation: _PerDimension, padding: _PerDimension) -> Windows:
     """The windows of a convolution, whose attributes users may have set to all that ``torch.conv2d`` takes."""
     assert isinstance(size, tuple)
-    stride, dilation = _for_each(stride, len(size)), _for_each(dilation, len(size))
-    if padding == "same":  # for the present dilation
-        zeros = tuple((d * (k - 1) // 2, d * (k - 1) - d * (k - 1) // 2) for k, d in zip(size, dilation, strict=True))
-    else:
-        zeros = tuple((n, n) for n in _for_each(0 if padding == "valid" else padding, len(size)))
-    return Windows(size, stride, dilation, zeros)
-
-
-def _for_each(setting: _PerDimension, dims: int) -> tuple[int, ...]:
-    """A setting for each of some dimensions, given one for all or for each."""
-    of_dims = setting if isinstance(setting, tuple) else (cast(int, setting),)
-    return of_dims * dims if len(of_dims) == 1 else of_dims
+    stride, dilation = for_each(stride, len(size)), for_each(dilation, len(size))
+    return Windows(size, stride, dilation, zeros_around(size, dilation, padding))  # "same": for the present dilation
 
 
 def _hashable(setting: Any) -> _PerDimension:
@@ -129,7 +119,7 @@ class ConvTransposeLayer(_ConvNdLayer):
         padding: list[int] = []
         size = tuple(module.kernel_size)
         settings = (module.stride, module.padding, module.dilation)
-        config = (size, *(_for_each(_hashable(setting), len(size)) for setting in settings))
+        config = (size, *(for_each(setting, len(size)) for setting in settings))
         for dim, (k, s, p, d) in enumerate(zip(*config, strict=True), start=2):
             stuffed = a.new_zeros(*a.shape[:dim], (a.shape[dim] - 1) * s + 1, *a.shape[dim + 1 :])
             stuffed[(slice(None),) * dim + (slice(None, None, s),)] = a

@@ -13,14 +13,12 @@ A module is compared only if its ``forward`` takes one argument, it has no param
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import itertools
 import math
-import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,12 +31,12 @@ from .base import require_initialised
 from .linear import LinearLayer, TransposedLinearLayer
 from .norm import ChannelsFirstLayerNormLayer, GroupNormLayer, LayerNormLayer, RMSNormLayer
 from .registry import LayerFactory
+from .stand_ins import key_of, own_attributes, quiet, stand_in
 
 _TOLERANCE = 1e-4  # relative to the largest entry, for modules that use float32 inside; other functions differ by more
 _MAGNITUDES = (1.0, 1e3, 1e-2, 1e-3, 1e-4, 1e-6)  # the small ones show what eps is
 _EPS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-3, torch.finfo(torch.float32).eps)  # tried beside the module's own numbers
 _MAX_NUMEL = 2**22  # the largest weight that is compared at its own size
-_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
 
 
 @dataclass(frozen=True)
@@ -74,41 +72,30 @@ def lookalike(module: nn.Module) -> tuple[LayerFactory, str] | None:
     if weight is None:
         return None
     require_initialised(module, weight)
-    if not _is_simple(module):
-        return None
+    key = key_of(module) if _is_simple(module) else None
     shape = tuple(whole_shape(weight))
-    if bias is not None and tuple(whole_shape(bias)) not in {(size,) for size in shape}:
+    if key is None or bias is not None and tuple(whole_shape(bias)) not in {(size,) for size in shape}:
         return None
-    attributes = {k: v for k, v in vars(module).items() if k not in _module_attributes()}
-    key = (type(module).forward, shape, bias is None, repr(sorted(attributes.items())))
     known = _known.setdefault(type(module), {})
     if key not in known:
-        known[key] = _matching_reference(module, shape, bias is not None, attributes)
+        known[key] = _matching_reference(module, shape, bias is not None, own_attributes(module))
     found = known[key]
     return None if found is None else (found.factory, f"as {found.name}")
 
 
-@functools.cache
-def _module_attributes() -> frozenset[str]:
-    """The attributes that every module has, and the one that watched modules have (``capture/copies.py``)."""
-    return frozenset({*vars(nn.Module()), "__getstate__"})
-
-
 def _is_simple(module: nn.Module) -> bool:
-    """Whether a stand-in can be made of the module; the conditions are at the top of this file."""
+    """Whether the module is compared at all; the conditions are at the top of this file, with those of a key."""
     cls = type(module)
     plain_call = cls.__call__ is nn.Module.__call__ and "forward" not in vars(module)
-    parts = set(module._parameters) <= {"weight", "bias"} and not module._buffers and not module._modules
-    if not (plain_call and parts) or any(p is not None and p.is_complex() for p in module._parameters.values()):
+    known = set(module._parameters) <= {"weight", "bias"} and not module._modules
+    if not (plain_call and known) or any(p is not None and p.is_complex() for p in module._parameters.values()):
         return False
     try:
         arguments = list(inspect.signature(cls.forward).parameters.values())
     except (TypeError, ValueError):
         return False
-    own = (value for name, value in vars(module).items() if name not in _module_attributes())
-    flat = itertools.chain.from_iterable(v if isinstance(v, (tuple, list)) else (v,) for v in own)
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return len(arguments) == 2 and arguments[1].kind in kinds and all(isinstance(v, _PLAIN) for v in flat)
+    return len(arguments) == 2 and arguments[1].kind in kinds
 
 
 def _matching_reference(
@@ -191,7 +178,7 @@ def _computes_the_same(
         shapes = [(*leading, shape[reference.features]) for leading in shapes]
         outputs = shape[1 - reference.features]
     sizes = {"weight": shape, "bias": (outputs,)} if bias else {"weight": shape}
-    with _quiet(), torch.device("cpu"):  # not the default device, if the user has set one
+    with quiet():
         for dtype in (torch.float32, torch.float64):
             for size, magnitude, training in itertools.product(shapes, _MAGNITUDES, (True, False)):
                 x, *values = (
@@ -200,7 +187,9 @@ def _computes_the_same(
                 parameters = {name: nn.Parameter(value) for name, value in zip(sizes, values, strict=True)}
                 offset = magnitude if magnitude < 1 else 0.5 * magnitude
                 x = (x + (0.5 if training else 0.0)) * magnitude if len(shape) == 2 else x * magnitude + offset
-                own = _stand_in(module, parameters, attributes, training=training)
+                given = {module._parameters[name]: nn.Parameter(value.clone()) for name, value in parameters.items()}
+                own = stand_in(module, given, training=training)
+                own.__dict__.update({k: v for k, v in attributes.items() if isinstance(v, int)})  # its sizes
                 try:
                     forward = functools.partial(type(module).forward, own)
                     found = _outcome(forward, x, [own.get_parameter(name) for name in parameters])
@@ -210,18 +199,6 @@ def _computes_the_same(
                 if not _agree(found, wanted):
                     return False
     return True
-
-
-def _stand_in(
-    module: nn.Module, parameters: Mapping[str, Tensor], attributes: dict[str, Any], *, training: bool
-) -> nn.Module:
-    """A module of the same class with other parameters, no hooks, and copies of the attributes."""
-    own = object.__new__(type(module))
-    nn.Module.__init__(own)
-    own.__dict__.update({k: list(v) if isinstance(v, list) else v for k, v in attributes.items()}, training=training)
-    for name in module._parameters:
-        own._parameters[name] = nn.Parameter(parameters[name].detach().clone()) if name in parameters else None
-    return own
 
 
 def _outcome(forward: Callable[[Tensor], Any], x: Tensor, parameters: Sequence[Tensor]) -> list[Any]:
@@ -242,17 +219,3 @@ def _agree(found: Sequence[Any], wanted: Sequence[Any]) -> bool:
         if not bool((a - b).detach().abs().max() <= _TOLERANCE * b.detach().abs().max()):
             return False
     return True
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """For a forward pass without traces: no global random numbers, no warnings, no compiler, no autocast."""
-    with (
-        torch.random.fork_rng(devices=[]),
-        warnings.catch_warnings(),
-        torch.enable_grad(),
-        torch.autocast("cpu", enabled=False),
-        torch.compiler.set_stance("force_eager"),
-    ):
-        warnings.simplefilter("ignore")
-        yield

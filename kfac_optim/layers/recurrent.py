@@ -113,7 +113,6 @@ class RecurrentCall:
 
     Attributes:
         is_packed: Whether the sequences are packed, and have different lengths.
-        examples: The number of examples in rows; of packed sequences, each row is one.
     """
 
     def __init__(self, module: Any, input: Any, state: Any, output: Any, dtype: torch.dtype) -> None:
@@ -125,7 +124,6 @@ class RecurrentCall:
         self._lengths = None if self._packed is None else pad_packed_sequence(self._packed)[1].to(input.data.device)
         self._input, self._output = (self._sequences(tensors_of(given)[0]) for given in (input, output))
         n = self._input.shape[1]
-        self.examples = len(input.data) if self.is_packed else n
         zeros = self._input.new_zeros(sum(map(len, self._levels)), n, module.hidden_size)
         # Those of this call: torch.func.functional_call puts others in their place.
         self._parameters = {end: self._parameters_of(end) for level in self._levels for end in level}

@@ -15,6 +15,7 @@ from ..distributed import own_part
 from .base import COMPUTED, Declined, KroneckerLayer
 from .lookalikes import lookalike
 from .options import LayerOptions
+from .own_forward import OWN_FORWARD, unwrapped, with_own_forward
 from .registry import LayerFactory, factory_of
 from .weight_norm import with_weight_norm
 
@@ -31,13 +32,17 @@ def _factory_for(module: nn.Module) -> tuple[LayerFactory | None, str]:
         if factory is None:
             continue
         # A convolution's forward calls _conv_forward, in which some subclasses standardise or modulate the weights.
-        for name in ("forward", "_conv_forward"):
-            if getattr(type(module), name, None) is not getattr(cls, name, None):
-                problem = f"{_path(type(module))} overrides {cls.__name__}.{name}; see register_layer"
-                return lookalike(module) or (None, problem)
-            if name in vars(module) and not _is_method_of(cls, _unwrapped(vars(module)[name])):
-                return None, f"{name} was replaced on this {cls.__name__} alone; see register_layer"
-        return factory, ""
+        names = ("forward", "_conv_forward")
+        own = [name for name in names if getattr(type(module), name, None) is not getattr(cls, name, None)]
+        for name in names:
+            chosen = vars(module).get(name)
+            if chosen is not None and not _is_method_of(type(module) if own else cls, unwrapped(chosen)):
+                return None, f"{name} was replaced on this {type(module).__name__} alone; see register_layer"
+        if not own:
+            return factory, ""
+        found, note = lookalike(module) or with_own_forward(factory, module)
+        problem = f"{_path(type(module))} overrides {cls.__name__}.{own[0]}{note}; see register_layer"
+        return found, problem if found is None else note
     if isinstance(module, _LISTS):
         return None, (
             f"in a {type(module).__name__}: layers are found as submodules alone, put them in an nn.ModuleList; "
@@ -51,13 +56,6 @@ def _factory_for(module: nn.Module) -> tuple[LayerFactory | None, str]:
 def _is_method_of(cls: type, function: Any) -> bool:
     """Whether a class or a base of it defines a function: a module may choose one of its own in ``__init__``."""
     return any(own is function for base in cls.__mro__ for own in vars(base).values())
-
-
-def _unwrapped(method: Any) -> Any:
-    """The function behind a method and behind wrappers that name what they wrap (autocast, hooks that move tensors)."""
-    while (inner := getattr(method, "__func__", None) or getattr(method, "__wrapped__", None)) is not None:
-        method = inner
-    return method
 
 
 def _path(cls: type) -> str:
@@ -236,6 +234,8 @@ def _layers_of(name: str, module: nn.Module, options: LayerOptions) -> tuple[Seq
     factory, note = _factory_for(module)
     if factory is None:
         return (), note
+    if factory in OWN_FORWARD and (name.endswith("_orig_mod") or module._compiled_call_impl is not None):
+        return (), "compiled by itself, where its forward can't be watched: compile the module around it"
     try:
         made = with_weight_norm(factory, module)(name, module, options)
     except Declined as declined:

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -63,6 +64,19 @@ class Windows:
         d = x.shape[1] * taps
         numbers = max(CHUNK_NUMEL[machine_of(x.device)], d * d // taps)
         return max(1, numbers // max(1, math.prod(self.positions(x.shape[2:])) * d))
+
+
+def for_each(setting: Any, dims: int) -> tuple[int, ...]:
+    """A setting for each of some dimensions, given one for all or for each."""
+    of_dims = tuple(setting) if isinstance(setting, (tuple, list)) else (setting,)
+    return of_dims * dims if len(of_dims) == 1 else of_dims
+
+
+def zeros_around(size: Sequence[int], dilation: Sequence[int], padding: Any) -> tuple[tuple[int, int], ...]:
+    """The zeros before and after an image in each dimension, given a padding as ``F.conv2d`` takes it."""
+    if padding == "same":
+        return tuple((d * (k - 1) // 2, d * (k - 1) - d * (k - 1) // 2) for k, d in zip(size, dilation, strict=True))
+    return tuple((n, n) for n in for_each(0 if padding == "valid" else padding, len(size)))
 
 
 @functools.lru_cache(maxsize=4096)

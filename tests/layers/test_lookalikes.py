@@ -209,8 +209,6 @@ OTHER: dict[str, Callable[[], nn.Module]] = {
     "half a gradient": lambda: Detached(6),
     "dropout": lambda: Dropping(6),
     "a second argument": lambda: WithResidual(6),
-    "scaled Linear": lambda: Scaled(6, 4),
-    "a buffer": lambda: Buffered(6, 4),
     "other in four dimensions": lambda: OverImages(6),
     "indices or features": lambda: EmbeddingOrHead(6, 4),
     "two outputs": lambda: Pair(6),
@@ -238,6 +236,12 @@ def test_what_computes_something_else_is_declined(name: str) -> None:
     engine = CurvatureEngine(OTHER[name]())
     assert not engine.layers
     assert any("test_lookalikes." in reason for _, reason in engine.stages.trained.uncovered.values())
+
+
+@pytest.mark.parametrize("kind", [Scaled, Buffered])
+def test_what_is_around_a_known_function_makes_another_layer(kind: type[nn.Linear]) -> None:
+    """It has the factors of that function's call (test_own_forward.py)."""
+    assert " at F.linear in " in repr(CurvatureEngine(kind(6, 4)))
 
 
 def test_a_layer_norm_over_channels_in_front_equals_one_behind_a_transposition() -> None:

@@ -7,17 +7,23 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
 from kfac_optim import KFACSGD, KFACAdam
-from tests.helpers.compare import assert_same_factors, assert_same_weights
+from tests.helpers.compare import assert_same_factors, assert_same_weights, factors_of
 from tests.layers.test_replaced_parameters import OFTEN, Double, backward, make, train
 
 STEPS = 6
 
 
 class Tripled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, 3 * self.weight, self.bias)
+
+
+class TripledBehind(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 3 * super().forward(x)
 
@@ -60,6 +66,17 @@ def test_a_module_of_another_class_around_the_same_weights_is_declined(cls: type
     assert len(warned) == 1
     assert [layer.name for layer in optimizer.curvature.layers] == ["2"]
     assert "overrides Linear.forward" in repr(optimizer.curvature)
+
+
+def test_one_that_does_something_around_the_function_is_seen_there() -> None:
+    model = make()
+    optimizer = KFACSGD(model, lr=0.05, **OFTEN)
+    train(model, optimizer, range(STEPS))
+    model[0] = around(TripledBehind, model[0])
+    train(model, optimizer, range(STEPS, 2 * STEPS))
+    assert [layer.name for layer in optimizer.curvature.layers] == ["0", "2"]
+    assert "at F.linear in TripledBehind" in repr(optimizer.curvature)
+    assert all(float(factor.norm()) > 0 for factor in factors_of(optimizer).values())
 
 
 def test_hooks_that_a_tool_takes_over_to_another_module_do_nothing() -> None:

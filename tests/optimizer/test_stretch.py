@@ -655,19 +655,19 @@ def test_players_take_the_steps_of_the_base_class(
 class Chain(nn.Module):
     """The second part may be frozen while the first one trains through it."""
 
-    def __init__(self) -> None:
+    def __init__(self, second: nn.Module | None = None) -> None:
         super().__init__()
-        self.first, self.second = net(), nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+        self.first, self.second = net(), second or nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.second(self.first(x))
         return y
 
 
-def is_a_game(between: Any, *, steps: int = 6) -> bool:
+def is_a_game(between: Any, second: nn.Module | None = None, *, steps: int = 6) -> bool:
     """Whether the second part takes itself for an opponent, if that happens between its steps."""
     torch.manual_seed(0)
-    model = Chain()
+    model = Chain(second)
     optimizer = KFACAdam(model.second.parameters(), **options(0.01))
     for _ in range(steps):
         between(model, torch.randn(6, 3))
@@ -708,6 +708,25 @@ def freeze_for_good(model: Chain, x: Tensor) -> None:
 def test_who_serves_others_while_it_is_frozen_is_an_opponent() -> None:
     games = {between.__name__: is_a_game(between) for between in (train_the_first, attack, evaluate, freeze_for_good)}
     assert games == {"train_the_first": True, "attack": False, "evaluate": False, "freeze_for_good": False}
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Attending(nn.MultiheadAttention):
+    """One sequence of examples that attend to each other."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y: Tensor = super().__call__(query=x, key=x, value=x)[0]
+        return y
+
+
+@pytest.mark.parametrize("make", [lambda: Doubled(2, 1), lambda: Attending(2, 1)], ids=["own forward", "attention"])
+def test_so_is_one_whose_layers_are_applied_inside_their_modules(make: Any) -> None:
+    games = {between.__name__: is_a_game(between, make()) for between in (train_the_first, attack, evaluate)}
+    assert games == {"train_the_first": True, "attack": False, "evaluate": False}
 
 
 def test_players_may_be_stretched_all_the_same() -> None:
