@@ -27,8 +27,9 @@ say so little, steps along flat directions should be short.
 
 Before its first fall, a reach is only known to be too small, and the less the slope has changed, the further it may be
 from where the loss ceases to fall. So until then it rises by more where the slope is above a half, by four tenths where
-it is 1 (TCP finds its rate in the same way, by a slow start that the first loss of a packet ends). It does not while
-the learning rate rises: a slope at the low rate of a warm-up says little about the rate that is to come.
+it is 1 (TCP finds its rate in the same way, by a slow start that the first loss of a packet ends). It does so up to 0.1
+only, because on a plateau the loss falls ever faster along a stretch until, at the end of the plateau, it jumps; and
+not while the learning rate rises: a slope at the low rate of a warm-up says little about the rate that is to come.
 
 A reach is tied to the learning rate at which it was learned. Where the rate rises again after it has fallen (warm
 restarts, cycles), or jumps, reaches fall by the same factor, so that steps along flat directions stay as long as they
@@ -51,6 +52,7 @@ from ..stacks import Matrices, Stacked
 LEAST_REACH = 3e-4  # a stretch that is too small to notice
 _GROWTH = 1.1  # in a step, reach is multiplied by this factor or divided by it
 _FIRST_GROWTH = 1.4  # what it is multiplied by where the slope has not changed, before its first fall
+_FIRST_MOST = 0.1  # up to which reach this holds
 _FALL = 30.0  # at a slope below -1 or above 2, reach is divided by more than _GROWTH, up to this
 _JUMP = 2.0  # a rate that rises by more than this factor from one step to the next has jumped: this is no warm-up
 
@@ -134,7 +136,8 @@ def _moved(reach: float, slope: float, *, fell: bool, warms_up: bool) -> float:
     """
     excess = max(-slope, slope - 1)  # above 1 outside of -1 to 2
     if slope > 0 and not (fell and excess > 1):
-        unchanged = 0.0 if fell or warms_up else min(1.0, max(0.0, 2 * slope - 1))
+        is_first = not fell and not warms_up and reach < _FIRST_MOST
+        unchanged = min(1.0, max(0.0, 2 * slope - 1)) if is_first else 0.0
         return reach * _GROWTH * (_FIRST_GROWTH / _GROWTH) ** unchanged
     fall = max(1.0, min(min(excess, _FALL) ** 2, _FALL / _GROWTH)) if math.isfinite(slope) else _FALL / _GROWTH
     return max(LEAST_REACH, reach / (_GROWTH * fall))

@@ -338,6 +338,10 @@ def test_before_its_first_fall_reach_rises_faster_where_the_slope_has_hardly_cha
         reach.learn_reaches([block], {weight: (slope, 1.0)}, set(), warms_up=False)
         reach.lower_reaches([block], 1.2)
         assert block.reach == pytest.approx(before * growth / 1.2) and not block.learned("fell")
+    for before, growth in [(0.09, 1.4), (0.1, 1.1), (1.0, 1.1)]:
+        block.set_learned(reach=before)
+        reach.learn_reaches([block], {weight: (1.0, 1.0)}, set(), warms_up=False)
+        assert block.reach == pytest.approx(before * growth)
     before = block.reach
     reach.learn_reaches([block], {weight: (1.0, 1.0)}, set(), warms_up=True)
     assert block.reach == pytest.approx(1.1 * before)
