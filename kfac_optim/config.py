@@ -337,6 +337,10 @@ def refuse_in_groups(groups: Iterable[Iterable[str]], allowed: Collection[str]) 
 
 
 def _did_you_mean(name: str, allowed: Sequence[str]) -> str:
-    """The end of an error about an unknown name: the name that was probably meant, or nothing."""
+    """The end of an error about an unknown name: what was probably meant, or nothing."""
+    for option, values in (("scaling", _SCALINGS), ("solver", _SOLVERS)):
+        for value in filter(dataclasses.is_dataclass, values.values()):
+            if option in allowed and name in {part.name for part in dataclasses.fields(value)}:
+                return f"; did you mean {option}={type(value).__name__}({name}=...)?"
     close = difflib.get_close_matches(name, allowed, 1)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -193,6 +194,15 @@ def test_arguments_pass_through_constructors_and_typos_do_not(cls: Any) -> None:
     for typo, meant in (("momentun", "momentum"), ("dampng", "damping")):
         with pytest.raises(TypeError, match=rf"{cls.__name__} got an unexpected .* '{typo}'; did you mean '{meant}'"):
             cls(torch.nn.Linear(3, 2), lr=0.1, **{typo: 0.1})
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("trust", "scaling=Graft(trust=...)"), ("negligible", "solver=EigenSolver(negligible=...)")]
+)
+def test_an_argument_of_a_part_is_told_to_belong_there(name: str, meant: str) -> None:
+    for cls in (KFACPassing, CurvatureEngine):
+        with pytest.raises(TypeError, match=rf"'{name}'; did you mean {re.escape(meant)}\?"):
+            cls(torch.nn.Linear(3, 2), **{name: 0.1})
 
 
 class Swallowing(torch.optim.SGD):
