@@ -84,7 +84,7 @@ class Steering:
             along = sum(after for p, (after, _) in slopes.items() if p not in undone)
             self.graft.learn(along if has_momentum else None)
             warms_up = readings.rate > self.rate_history.last
-            self.too_long = learn_reaches(blocks, slopes, undone, warms_up=warms_up) | undone
+            self.too_long = learn_reaches(blocks, slopes, undone, warms_up=warms_up, grows=lessons.grows) | undone
         lower_reaches(blocks, self.rate_history.rise(readings.rate))
 
     def is_opposed(self, config: Config) -> bool:

@@ -27,9 +27,10 @@ say so little, steps along flat directions should be short.
 
 Before its first fall, a reach is only known to be too small, and the less the slope has changed, the further it may be
 from where the loss ceases to fall. So until then it rises by more where the slope is above a half, by four tenths where
-it is 1 (TCP finds its rate in the same way, by a slow start that the first loss of a packet ends). It does so up to 0.1
-only, because on a plateau the loss falls ever faster along a stretch until, at the end of the plateau, it jumps; and
-not while the learning rate rises: a slope at the low rate of a warm-up says little about the rate that is to come.
+it is 1 (TCP finds its rate in the same way, by a slow start that the first loss of a packet ends). It does not while
+the learning rate rises: a slope at the low rate of a warm-up says little about the rate that is to come. Where the
+base's updates grow with the gradient, it does so up to 0.1 only: steps become longer where a plateau ends, and a loss
+that has fallen ever faster along the stretch jumps.
 
 A reach is tied to the learning rate at which it was learned. Where the rate rises again after it has fallen (warm
 restarts, cycles), or jumps, reaches fall by the same factor, so that steps along flat directions stay as long as they
@@ -52,7 +53,7 @@ from ..stacks import Matrices, Stacked
 LEAST_REACH = 3e-4  # a stretch that is too small to notice
 _GROWTH = 1.1  # in a step, reach is multiplied by this factor or divided by it
 _FIRST_GROWTH = 1.4  # what it is multiplied by where the slope has not changed, before its first fall
-_FIRST_MOST = 0.1  # up to which reach this holds
+_FAST_UP_TO = 0.1  # up to which reach this holds where updates grow
 _FALL = 30.0  # at a slope below -1 or above 2, reach is divided by more than _GROWTH, up to this
 _JUMP = 2.0  # a rate that rises by more than this factor from one step to the next has jumped: this is no warm-up
 
@@ -63,6 +64,7 @@ def learn_reaches(
     undone: Set[nn.Parameter],
     *,
     warms_up: bool,
+    grows: bool,
 ) -> set[nn.Parameter]:
     """Moves the reach of each layer.
 
@@ -73,11 +75,13 @@ def learn_reaches(
         undone: The parameters of layers whose last stretch the training loop may have undone. Nothing is learned from
             these stretches, except that a constrained layer still learns, up to its start value.
         warms_up: Whether the learning rate rises.
+        grows: Whether the base's updates grow with the gradient.
 
     Returns:
         The parameters of layers whose stretch was too long, so that the loss no longer falls along it.
     """
     too_long: set[nn.Parameter] = set()
+    fast_up_to = 0.0 if warms_up else _FAST_UP_TO if grows else math.inf
     for block in blocks if slopes else ():
         after = before = 0.0
         for p in block.layer.parameters:
@@ -85,7 +89,7 @@ def learn_reaches(
             after, before = after + of_p[0], before + of_p[1]
         if before > 0 and (not undone or block.is_constrained or undone.isdisjoint(block.layer.parameters)):
             slope, fell = after / before, block.learned("fell")
-            reach = _moved(block.reach, slope, fell=fell, warms_up=warms_up)
+            reach = _moved(block.reach, slope, fell=fell, fast_up_to=fast_up_to)
             block.set_learned(reach=min(reach, block.layer.most_reach), fell=fell or not slope > 0)
             too_long.update(() if after > 0 else block.layer.parameters)  # also if ``after`` is NaN
     return too_long
@@ -125,19 +129,18 @@ class RateHistory(Counted):
         return rate / last if rises else 1.0
 
 
-def _moved(reach: float, slope: float, *, fell: bool, warms_up: bool) -> float:
+def _moved(reach: float, slope: float, *, fell: bool, fast_up_to: float) -> float:
     """The next reach.
 
     Args:
         reach: The reach.
         slope: The loss's slope along the last stretch, divided by that before the step.
         fell: Whether the loss has ever ceased to fall along a stretch.
-        warms_up: Whether the learning rate rises.
+        fast_up_to: Up to which reach it rises faster until then.
     """
     excess = max(-slope, slope - 1)  # above 1 outside of -1 to 2
     if slope > 0 and not (fell and excess > 1):
-        is_first = not fell and not warms_up and reach < _FIRST_MOST
-        unchanged = min(1.0, max(0.0, 2 * slope - 1)) if is_first else 0.0
+        unchanged = min(1.0, max(0.0, 2 * slope - 1)) if not fell and reach < fast_up_to else 0.0
         return reach * _GROWTH * (_FIRST_GROWTH / _GROWTH) ** unchanged
     fall = max(1.0, min(min(excess, _FALL) ** 2, _FALL / _GROWTH)) if math.isfinite(slope) else _FALL / _GROWTH
     return max(LEAST_REACH, reach / (_GROWTH * fall))

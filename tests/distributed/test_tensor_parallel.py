@@ -128,6 +128,7 @@ def learn_together(
     undone: Set[nn.Parameter],
     *,
     warms_up: bool,
+    grows: bool,
 ) -> set[nn.Parameter]:  # as reach.learn_reaches
     """Shards of one layer have one reach, which they learn from all of them."""
     whole: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -137,7 +138,7 @@ def learn_together(
                 whole[block.layer.name.partition(".")[0]][side] += value
     together = {block.layer.weight: whole[block.layer.name.partition(".")[0]] for block in blocks}
     slopes = {p: (after, before) for p, (after, before) in together.items()}
-    return reach.learn_reaches(blocks, slopes, undone, warms_up=warms_up)
+    return reach.learn_reaches(blocks, slopes, undone, warms_up=warms_up, grows=grows)
 
 
 def in_one_process(kind: str, parts: int) -> Shards:

@@ -299,7 +299,7 @@ def learned(slope: float, descent: float, times: int = 1) -> tuple[float, bool]:
     optimizer, weight = stepped()
     blocks = optimizer.curvature.stages.blocks
     for _ in range(times):
-        too_long = reach.learn_reaches(blocks, {weight: (slope, descent)}, set(), warms_up=False)
+        too_long = reach.learn_reaches(blocks, {weight: (slope, descent)}, set(), warms_up=False, grows=False)
     assert blocks[0].reach == 0.01, "that of another layer"
     assert not too_long or too_long == set(blocks[1].layer.parameters)
     return blocks[1].reach, bool(too_long)
@@ -325,7 +325,7 @@ def test_after_its_first_fall_reach_falls_where_a_slope_is_noise() -> None:
         (math.inf, 1 / 30),
     ]:
         block.set_learned(reach=0.1)
-        too_long = reach.learn_reaches([block], {weight: (slope, 1.0)}, set(), warms_up=False)
+        too_long = reach.learn_reaches([block], {weight: (slope, 1.0)}, set(), warms_up=False, grows=False)
         assert (block.reach, bool(too_long)) == (pytest.approx(0.1 * expected), slope <= 0)
 
 
@@ -335,17 +335,17 @@ def test_before_its_first_fall_reach_rises_faster_where_the_slope_has_hardly_cha
     block = optimizer.curvature.stages.blocks[1]
     for growth, slope in [(1.1, 0.4), (1.1, 0.5), ((1.1 * 1.4) ** 0.5, 0.75), (1.4, 1.0), (1.4, 5.0), (1.4, math.inf)]:
         before = block.reach
-        reach.learn_reaches([block], {weight: (slope, 1.0)}, set(), warms_up=False)
+        reach.learn_reaches([block], {weight: (slope, 1.0)}, set(), warms_up=False, grows=False)
         reach.lower_reaches([block], 1.2)
         assert block.reach == pytest.approx(before * growth / 1.2) and not block.learned("fell")
-    for before, growth in [(0.09, 1.4), (0.1, 1.1), (1.0, 1.1)]:
+    for before, grows, growth in [(0.09, True, 1.4), (0.1, True, 1.1), (1.0, True, 1.1), (1.0, False, 1.4)]:
         block.set_learned(reach=before)
-        reach.learn_reaches([block], {weight: (1.0, 1.0)}, set(), warms_up=False)
+        reach.learn_reaches([block], {weight: (1.0, 1.0)}, set(), warms_up=False, grows=grows)
         assert block.reach == pytest.approx(before * growth)
     before = block.reach
-    reach.learn_reaches([block], {weight: (1.0, 1.0)}, set(), warms_up=True)
+    reach.learn_reaches([block], {weight: (1.0, 1.0)}, set(), warms_up=True, grows=False)
     assert block.reach == pytest.approx(1.1 * before)
-    reach.learn_reaches([block], {weight: (-0.1, 1.0)}, set(), warms_up=False)
+    reach.learn_reaches([block], {weight: (-0.1, 1.0)}, set(), warms_up=False, grows=False)
     other, same_weight = stepped()
     for each, of in [(optimizer, weight), (other, same_weight)]:
         if each is other:
@@ -353,7 +353,7 @@ def test_before_its_first_fall_reach_rises_faster_where_the_slope_has_hardly_cha
         block = each.curvature.stages.blocks[1]
         assert [b.learned("fell") for b in each.curvature.stages.blocks] == [False, True]
         before = block.reach
-        reach.learn_reaches([block], {of: (1.0, 1.0)}, set(), warms_up=False)
+        reach.learn_reaches([block], {of: (1.0, 1.0)}, set(), warms_up=False, grows=False)
         assert block.reach == pytest.approx(1.1 * before)
         block.set_learned(reach=before)
 
