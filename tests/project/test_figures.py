@@ -273,7 +273,7 @@ def test_counts_of_scripts_that_were_run_with_the_rule_of_today_are_added_up() -
     points = [point for run in runs for point in zip(run["base"], run["swap"], strict=True)]
     behind, ahead = (sum(sign * (s - b) > 0.02 * abs(b) for b, s in points) for sign in (1, -1))
     scripts = len({run["name"] for run in runs})
-    shown = f"({scripts} of them with the rule of today: {behind} of {len(points)}; ahead at {ahead})"
+    shown = f"({scripts} of them with the rule of e36b9879: {behind} of {len(points)}; ahead at {ahead})"
     assert shown in " ".join(RESULTS.read_text(encoding="utf-8").split())
 
 
