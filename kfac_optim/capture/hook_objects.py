@@ -97,8 +97,13 @@ class FirstHook(Hook):
 class EagerHook(FirstHook):
     """A hook of a module that dynamo does not trace, and must not meet as an argument of a hook either (recurrent)."""
 
-    @_disable_dynamo
     def __call__(self, *args: Any) -> Any:
+        if _exporting():  # nothing is done then, and a break in the graph would be an error
+            return None
+        return self._call_eagerly(*args)
+
+    @_disable_dynamo
+    def _call_eagerly(self, *args: Any) -> Any:
         return super().__call__(*args)
 
 

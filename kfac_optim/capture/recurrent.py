@@ -55,7 +55,7 @@ class RecurrentCalls:
             return None
         tensors, given = tensors_of(output), input_of(args, kwargs)
         wanted = [(i, layer) for i, layer in layers if self._recorder.wants(i, given, tensors[0])]
-        if not wanted or not tensors[0].requires_grad:
+        if not wanted or not tensors[0].requires_grad or tensors[0].numel() == 0:  # a batch without examples
             return None
         if is_transformed(tensors[0]):
             self._watch_transformed(wanted, beneath_transforms(tensors[0]))

@@ -150,7 +150,12 @@ class FoundLayers:
         if first is layer:
             return
         # Some norm layers have an eps. Of attention, one module's calls are watched, and projections share their bias.
-        rules = [(type(x), x.sharing, getattr(x, "eps", None), x.host, id(x.bias), x.bias_part) for x in (first, layer)]
+        # Of recurrent modules, the rows of one level and direction (suffix) are taken.
+        both = (first, layer)
+        options = [tuple(getattr(x, name, None) for name in ("eps", "suffix")) for x in both]
+        rules = [
+            (type(x), x.sharing, x.host, id(x.bias), x.bias_part, *own) for x, own in zip(both, options, strict=True)
+        ]
         if rules[0] == rules[1]:
             first.add_modules(layer.modules)
             return

@@ -21,6 +21,7 @@ from kfac_optim.layers import FoundLayers
 from tests.helpers.compare import assert_identical, assert_near, assert_same_factors
 from tests.helpers.recurrent import KINDS, Unrolled
 from tests.helpers.settings import SETTINGS
+from tests.helpers.versions import needs_export_flag
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -208,6 +209,22 @@ def test_micro_batches_make_one_batch() -> None:
         assert_near(p.detach(), q.detach())
 
 
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_a_call_without_examples_adds_nothing(kind: str, sharing: str) -> None:
+    model = Reader(recurrent(kind, KINDS[kind], D_IN, HIDDEN, 2), "sequence")
+    twin = copy.deepcopy(model)
+    optimizers = [KFACSGD(own, lr=0.05, weight_sharing=sharing, **SETTINGS) for own in (model, twin)]
+    x = torch.randn(6, 5, D_IN)
+    (model(x).square().mean() + model.rnn(x[:, :0])[0].sum()).backward()
+    twin(x).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert_same_factors(*optimizers)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert_near(p.detach(), q.detach())
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_an_activation_checkpoint_changes_nothing(reentrant: bool) -> None:
     model = Reader(nn.LSTM(D_IN, HIDDEN, 2, bidirectional=True), "sequence")
@@ -235,6 +252,20 @@ def test_a_compiled_model_trains_as_an_eager_one() -> None:
     assert_same_factors(*optimizers)
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert_near(p.detach(), q.detach())
+
+
+@needs_export_flag
+@pytest.mark.parametrize("make", [lambda: nn.LSTM(D_IN, HIDDEN), lambda: nn.GRUCell(D_IN, HIDDEN)])
+def test_a_model_that_is_being_trained_can_be_exported_without_a_break_in_the_graph(
+    make: Callable[[], nn.Module],
+) -> None:
+    model, x = nn.ModuleList([make()]), torch.randn(5, D_IN)
+    optimizer = KFACSGD(model, lr=0.05, **SETTINGS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exported = torch.export.export(model[0], (x,), strict=True)
+    assert not [node for node in exported.graph.nodes if "kfac" in str(node.target)]
+    assert optimizer.curvature.step_count == 0
 
 
 def test_dropout_between_levels_is_left_out_of_the_factors_alone() -> None:
@@ -282,6 +313,14 @@ def test_what_is_declined_trains_by_the_base_rule(why: str) -> None:
                 own[0](x)[0].square().sum().backward()
                 optimizer.step()
     assert_identical(model, twin)
+
+
+def test_a_weight_that_two_levels_share_is_declined() -> None:
+    model = Reader(nn.LSTM(HIDDEN, HIDDEN, 2), "sequence")
+    model.rnn.weight_hh_l1, model.rnn.bias_hh_l1 = model.rnn.weight_hh_l0, model.rnn.bias_hh_l0
+    optimizer = KFACSGD(model, lr=0.05, **SETTINGS)
+    assert {layer.name for layer in optimizer.curvature.layers} == {"rnn.ih_l0", "rnn.ih_l1", "head"}
+    assert "weight shared by rnn.hh_l0 (Recurrent, expand) and rnn.hh_l1" in str(optimizer.curvature)
 
 
 def test_skipped_and_frozen_weights_are_left_alone() -> None:
