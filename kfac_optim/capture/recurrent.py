@@ -73,7 +73,7 @@ class RecurrentCalls:
         elif not any(self._sampling.leaves_out(i, call) for i, _ in wanted) and call is not None:
             self._sampling.await_gradients(call, [i for i, _ in wanted], layer_calls, together)
         # Copies, because views of one tensor must not be changed in place as separate tensors may.
-        return with_tensors(output, [view.clone() for view in views(together)])
+        return with_tensors(output, (view.clone() for view in views(together)))
 
     def _layer_calls(
         self,

@@ -13,7 +13,7 @@ it is unknown which units the call has dropped.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -86,16 +86,11 @@ def tensors_of(output: Any) -> list[Tensor]:
     return [output] if isinstance(output, Tensor) else [tensor for part in output for tensor in tensors_of(part)]
 
 
-def with_tensors(output: Any, tensors: Sequence[Tensor]) -> Any:
+def with_tensors(output: Any, tensors: Iterator[Tensor]) -> Any:
     """The output of a recurrent module with other tensors in the place of its own."""
-    rest = iter(tensors)
-
-    def replaced(part: Any) -> Any:
-        if isinstance(part, PackedSequence):
-            return part._replace(data=next(rest))
-        return next(rest) if isinstance(part, Tensor) else tuple(map(replaced, part))
-
-    return replaced(output)
+    if isinstance(output, PackedSequence):
+        return output._replace(data=next(tensors))
+    return next(tensors) if isinstance(output, Tensor) else tuple(with_tensors(part, tensors) for part in output)
 
 
 class RecurrentCall:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -223,6 +225,25 @@ def test_a_call_without_examples_adds_nothing(kind: str, sharing: str) -> None:
     assert_same_factors(*optimizers)
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert_near(p.detach(), q.detach())
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_nothing_holds_a_call_that_the_user_has_let_go(backward: bool) -> None:
+    """Neither its input, nor what it has returned; in no cycle either, which would last until a collection."""
+    module = nn.LSTM(D_IN, HIDDEN)
+    optimizer = KFACSGD(module, lr=0.05, **SETTINGS)
+    gc.disable()
+    try:
+        x = torch.randn(6, 5, D_IN)
+        y, state = module(x)
+        held = [weakref.ref(tensor) for tensor in (x, y, *state)]
+        if backward:
+            y.sum().backward()
+        del x, y, state
+        assert [reference() for reference in held] == [None] * 4
+    finally:
+        gc.enable()
+    assert optimizer.curvature.step_count == 0
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
