@@ -1,0 +1,166 @@
+"""Calls of recurrent modules as scripts make them: by name, scaled, in autocast, compiled, hooked, sharded."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from kfac_optim import KFACSGD
+from tests.helpers.compare import assert_all_near, assert_near, assert_same_factors, assert_same_weights
+from tests.helpers.ranks import run_ranks
+from tests.helpers.recurrent import Unrolled
+from tests.helpers.settings import SETTINGS
+from tests.helpers.versions import needs_sharding_on_cpus
+
+D_IN, HIDDEN = 3, 4
+
+double = pytest.mark.usefixtures("double")
+
+
+class Tagger(nn.Module):
+    """A recurrent module, or what stands for it, under a Linear."""
+
+    def __init__(self, rnn: Any) -> None:
+        super().__init__()
+        self.rnn, self.head = rnn, nn.Linear(HIDDEN, 2)
+
+    def forward(self, x: Tensor, state: Any = None) -> Tensor:
+        """``x``: ``[T, n, d]``; returns ``[T, n, 2]``."""
+        y: Tensor = self.head(self.rnn(x, state)[0])
+        return y
+
+
+class Named(Tagger):
+    def forward(self, x: Tensor, state: Any = None) -> Tensor:
+        y: Tensor = self.head(self.rnn(hx=state, input=x)[0])
+        return y
+
+
+def made(model: nn.Module, **options: Any) -> KFACSGD:
+    return KFACSGD(model, lr=0.05, **{**SETTINGS, "max_factor_dim": None, **options})
+
+
+def assert_alike(model: nn.Module, twin: nn.Module, *ways: Callable[[nn.Module, Tensor, Any], Tensor]) -> None:
+    """Both have the same factors and weights after steps on the loss that a way makes; the last way is the twin's."""
+    runs = [(model, made(model), ways[0]), (twin, made(twin), ways[-1])]
+    for own, optimizer, way in runs:
+        generator = torch.Generator().manual_seed(2)
+        for _ in range(5):
+            x, h, c = (
+                torch.randn(*shape, generator=generator) for shape in ((6, 5, D_IN), (2, 5, HIDDEN), (2, 5, HIDDEN))
+            )
+            optimizer.zero_grad()
+            way(own, x, (h, c)).backward()
+            optimizer.step()
+    assert_same_factors(runs[0][1], runs[1][1], rel=1e-8)
+    pairs = zip(runs[0][1].curvature.layers, runs[1][1].curvature.layers, strict=True)
+    for p, q in ((p, q) for one, its in pairs for p, q in zip(one.parameters, its.parameters, strict=True)):
+        assert_near(p.detach(), q.detach(), rel=1e-8)
+
+
+def loss(model: nn.Module, x: Tensor, state: Any) -> Tensor:
+    return model(x, state).square().mean()
+
+
+@double
+def test_input_and_state_may_be_given_by_name() -> None:
+    model = Named(nn.LSTM(D_IN, HIDDEN, 2))
+    twin = Tagger(copy.deepcopy(model.rnn))
+    twin.load_state_dict(model.state_dict())
+    assert_alike(model, twin, loss)
+
+
+def with_other_weights(model: nn.Module, x: Tensor, state: Any) -> Tensor:
+    own = {name: 1.5 * p for name, p in model.named_parameters()}
+    return torch.func.functional_call(model, own, (x, state)).square().mean()
+
+
+@double
+def test_functional_call_computes_with_the_weights_that_it_is_given() -> None:
+    model = Tagger(nn.LSTM(D_IN, HIDDEN, 2))
+    twin = copy.deepcopy(model)
+    twin.rnn = Unrolled(model.rnn)
+    assert_alike(model, twin, with_other_weights)
+
+
+@double
+def test_hooks_that_change_the_output_run_later() -> None:
+    """Gradients are those of what the module itself has returned."""
+    model = Tagger(nn.LSTM(D_IN, HIDDEN, 2))
+    twin = copy.deepcopy(model)
+    twin.rnn = Unrolled(model.rnn)
+    for own in (model, twin):
+        own.rnn.register_forward_hook(lambda _, args, output: (3 * output[0], output[1]))
+    assert_alike(model, twin, loss)
+
+
+@double
+def test_a_loss_scale_is_divided_out() -> None:
+    model = Tagger(nn.LSTM(D_IN, HIDDEN))
+    twin, x = copy.deepcopy(model), torch.randn(6, 5, D_IN)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer, other = made(model, grad_scaler=scaler), made(twin)
+    scaler.scale(model(x).square().mean()).backward()
+    scaler.step(optimizer)
+    twin(x).square().mean().backward()
+    other.step()
+    assert_same_factors(optimizer, other)
+
+
+def test_factors_are_computed_outside_of_autocast() -> None:
+    """Even if the backward pass runs inside; states may have less precision than the weights."""
+    model = Tagger(nn.LSTM(D_IN, HIDDEN, 2))
+    state, x = torch.randn(2, 2, 5, HIDDEN).bfloat16(), torch.randn(6, 5, D_IN)
+    optimizers = []
+    for inside in (False, True):
+        own = copy.deepcopy(model)
+        optimizers.append(made(own, factor_dtype=torch.float32))  # autocast leaves float64 alone
+        with torch.autocast("cpu", torch.bfloat16):
+            value = own(x, tuple(state if inside else state.float())).float().square().mean()
+            if inside:
+                value.backward()
+        if not inside:
+            value.backward()
+        optimizers[-1].step()
+    assert_same_factors(*optimizers)
+
+
+@double
+@pytest.mark.parametrize("cls", [nn.LSTM, nn.GRUCell])
+def test_a_module_that_is_compiled_alone_trains_as_an_eager_one(cls: Any) -> None:
+    model = cls(D_IN, HIDDEN)
+    twin, x = copy.deepcopy(model), torch.randn(6, 5, D_IN)
+    optimizers = [made(own) for own in (model, twin)]
+    compiled = torch.compile(twin, backend="aot_eager")
+    for given in x.unbind() if cls is nn.GRUCell else (x, -x, 2 * x, x):
+        for own, optimizer in zip((model, compiled), optimizers, strict=True):
+            optimizer.zero_grad()
+            own(given)[0].square().mean().backward()
+            optimizer.step()
+    assert_same_factors(*optimizers)
+    assert_same_weights(model, twin)
+
+
+def sharded(rank: int, world_size: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = Tagger(nn.LSTM(D_IN, HIDDEN)).double()
+    if world_size > 1:
+        fully_shard(model)
+    optimizer = made(model, batch_dim=1, skip_layers=[] if world_size > 1 else ["rnn"])
+    assert ("a sharded weight of a recurrent module" in str(optimizer.curvature)) == (world_size > 1)
+    for x in torch.randn(4, 6, 8, D_IN, generator=torch.Generator().manual_seed(1)).double():
+        optimizer.zero_grad()
+        model(x.chunk(world_size, 1)[rank]).square().mean().backward()
+        optimizer.step()
+    return [(p.full_tensor() if world_size > 1 else p).detach().clone() for p in model.parameters()]  # type: ignore[operator]
+
+
+@needs_sharding_on_cpus
+def test_sharded_weights_are_declined() -> None:
+    assert_all_near(run_ranks(2, sharded), sharded(0, 1))
