@@ -98,7 +98,9 @@ class EagerHook(FirstHook):
     """A hook of a module that dynamo does not trace, and must not meet as an argument of a hook either (recurrent)."""
 
     def __call__(self, *args: Any) -> Any:
-        if _exporting():  # nothing is done then, and a break in the graph would be an error
+        owner = self.owner() if self.owner is not None else None
+        idle = torch.compiler.is_compiling() and (owner is None or not owner.enabled)
+        if idle or _exporting():  # nothing is done then, and a break in the graph would cost time, or be an error
             return None
         return self._call_eagerly(*args)
 

@@ -132,6 +132,31 @@ def test_factors_are_computed_outside_of_autocast() -> None:
 
 
 @double
+def test_steps_without_statistics_break_no_graph_at_a_cell() -> None:
+    """Torch traces cells, and would make a graph of each part between them."""
+
+    class Repeated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.GRUCell(D_IN, HIDDEN)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.cell(x[0])
+            for at in x[1:]:
+                h = self.cell(at, h)
+            return h
+
+    model = Repeated()
+    optimizer = KFACSGD(model, lr=0.05, **{**SETTINGS, "factor_update_steps": 10, "inv_update_steps": 10})
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for own in (model, compiled, compiled):
+        optimizer.zero_grad()
+        own(torch.randn(3, 5, D_IN)).square().mean().backward()
+        optimizer.step()
+    assert set(optimizer.curvature.report()["layers"]) == {"cell.ih", "cell.hh"}
+
+
+@double
 @pytest.mark.parametrize("cls", [nn.LSTM, nn.GRUCell])
 def test_a_module_that_is_compiled_alone_trains_as_an_eager_one(cls: Any) -> None:
     model = cls(D_IN, HIDDEN)
