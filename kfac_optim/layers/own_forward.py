@@ -5,8 +5,8 @@ module is the host of its own layer (``hosted.py``). Classes that give the funct
 masked or scaled weight) are declined.
 
 Which it is, is tried when layers are found, on a stand-in with random inputs of several shapes. Whatever it takes has
-to reach the function with the weight itself, must not change the weight, and must not use it elsewhere. Behaviour that
-depends on anything else (the device, an attribute that changes later) goes unnoticed.
+to reach the function with the weight itself, must not change the weight, and must not use it or the bias elsewhere.
+Behaviour that depends on anything else (the device, an attribute that changes later) goes unnoticed.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def with_own_forward(factory: LayerFactory, module: nn.Module) -> tuple[LayerFac
 
 
 class _Trial(TorchFunctionMode):
-    """Counts the uses of a module's weight and cuts it off there, so that gradients show other uses."""
+    """Counts the uses of a module's weight, and cuts it and the bias off there, so that gradients show other uses."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -119,10 +119,13 @@ class _Trial(TorchFunctionMode):
         application = application_of(func, args, kwargs or {})
         if application is not None and _is_applied(self.module, application):
             self.uses += 1
-            cut, weight = application.weight.detach(), application.weight
-            args = [cut if given is weight else given for given in args]
-            kwargs = {name: cut if given is weight else given for name, given in (kwargs or {}).items()}
+            args = [self._cut(given) for given in args]
+            kwargs = {name: self._cut(given) for name, given in (kwargs or {}).items()}
         return func(*args, **(kwargs or {}))
+
+    def _cut(self, given: Any) -> Any:
+        """A weight or bias without its history; what else a function is given as it is."""
+        return given.detach() if any(given is p for p in self.module._parameters.values() if p is not None) else given
 
 
 def _problem_of(module: nn.Module) -> str:
@@ -153,7 +156,9 @@ def _found(forward: Any, own: Any, shape: Sequence[int]) -> Iterator[str]:
             output = forward(own, torch.randn(shape, dtype=weight.dtype, device="cpu"))
         outputs = [y for y in tree_leaves(output) if isinstance(y, Tensor) and y.requires_grad]
         ones = [torch.ones_like(y) for y in outputs]
-        others = torch.autograd.grad(outputs, weight, ones, allow_unused=True) if outputs else (None,)
+        parts = {name: p for name in ("weight", "bias") if (p := own._parameters.get(name)) is not None}
+        others = torch.autograd.grad(outputs, [*parts.values()], ones, allow_unused=True) if outputs else ()
+        elsewhere = [name for name, g in zip(parts, others, strict=False) if g is not None]
     except Exception:  # whatever the user's forward raises
         return
     if own.weight is not weight or not torch.equal(weight.detach(), before):
@@ -161,7 +166,7 @@ def _found(forward: Any, own: Any, shape: Sequence[int]) -> Iterator[str]:
     elif not trial.uses:
         yield "does not give its own weight and bias to torch's function"
     else:
-        yield "" if others[0] is None else "uses its weight elsewhere, too"
+        yield f"uses its {' and '.join(elsewhere)} elsewhere, too" if elsewhere else ""
 
 
 def _shapes(module: Any) -> Iterator[tuple[int, ...]]:

@@ -434,6 +434,13 @@ class BiasBehind(nn.Conv1d):
         return 2 * F.conv1d(x, self.weight) + self.bias[:, None]
 
 
+class BiasBefore(nn.Linear):
+    """Takes the bias off the input as well."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - self.bias)
+
+
 class OtherGroups(nn.Conv1d):
     def forward(self, x: Tensor) -> Tensor:
         return F.conv1d(x[:, :2], self.weight, self.bias, groups=1)
@@ -470,6 +477,7 @@ DECLINED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "demodulated": (lambda: DemodulatedConv2d(2, 3, 3), (6, 2, 4, 4), "uses its weight elsewhere, too"),
     "a part of it": (lambda: SlicedConv1d(2, 3, 3), (6, 2, 5), OTHER),
     "bias behind": (lambda: BiasBehind(2, 3, 3), (6, 2, 5), OTHER),
+    "bias before": (lambda: BiasBefore(4, 4), (6, 4), "uses its bias elsewhere, too"),
     "other groups": (lambda: OtherGroups(4, 4, 3, groups=2), (6, 4, 5), OTHER),
     "merged": (lambda: Merging(4, 4), (6, 4), OTHER),
     "transposed": (lambda: SteppedTranspose(2, 3, 3), (6, 2, 5), "overrides ConvTranspose1d.forward; see"),
