@@ -9,11 +9,14 @@ from __future__ import annotations
 import copy
 import io
 import math
+import random
 import warnings
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -576,6 +579,89 @@ def test_trying_leaves_no_trace() -> None:
     assert not fired and not inside.seen and not model.training and not inside.training
     assert_identical_state(model, before)
     assert not any(p.grad is not None for p in model.parameters())
+
+
+def add_to_list(held: Any, x: Tensor) -> None:
+    held["calls"].append(1)
+
+
+def add_in_place(held: Any, x: Tensor) -> None:
+    held[0].add_(1)
+
+
+def remember(held: Any, x: Tensor) -> None:
+    held.append(x)
+
+
+def draw(held: Any, x: Tensor) -> None:
+    torch.randn(2, generator=held)
+
+
+def call_first(held: Any, x: Tensor) -> None:
+    held[0](x)
+
+
+class Holding(nn.Conv2d):
+    """Uses something that it holds as an attribute."""
+
+    def __init__(self, held: Any, use: Callable[[Any, Tensor], None]) -> None:
+        super().__init__(2, 3, 3)
+        self.held, self.use = held, use
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.use(self.held, x)
+        return super().forward(x) * 2
+
+
+def state_of(held: Any) -> Any:
+    held = getattr(held, "__self__", held)
+    if isinstance(held, nn.Module):
+        return [value.tolist() for value in held.state_dict().values()]
+    if isinstance(held, (list, tuple, deque)):
+        return [state_of(item) for item in held]
+    return held.get_state().tolist() if isinstance(held, torch.Generator) else copy.deepcopy(held)
+
+
+@pytest.mark.parametrize(
+    ("make", "use"),
+    [
+        (lambda: {"calls": []}, add_to_list),
+        (lambda: [torch.zeros(2)], add_in_place),
+        (lambda: np.zeros((1, 2)), lambda held, x: held.__iadd__(1.0)),
+        (lambda: deque(maxlen=3), remember),
+        (torch.Generator, draw),
+        (lambda: [nn.BatchNorm2d(2)], call_first),
+        (lambda: (nn.BatchNorm2d(2),), call_first),
+        (lambda: [nn.BatchNorm2d(2).forward], call_first),
+    ],
+    ids=["nested", "tensor", "array", "deque", "generator", "module in a list", "module in a tuple", "method"],
+)
+def test_trying_leaves_what_a_module_holds_as_it_is(
+    make: Callable[[], Any], use: Callable[[Any, Tensor], None]
+) -> None:
+    model = Holding(make(), use)
+    before = state_of(model.held)
+    assert len(CurvatureEngine(model).layers) == 1
+    assert repr(state_of(model.held)) == repr(before)
+    model(torch.randn(1, 2, 4, 4))
+    assert repr(state_of(model.held)) != repr(before)
+
+
+def test_a_module_that_holds_a_large_one_is_declined() -> None:
+    """Which may be the whole model, on a GPU."""
+    model = nn.Sequential(nn.Conv2d(2, 2, 1), Holding([nn.Linear(2049, 2048, device="meta")], lambda *_: None))
+    assert [layer.name for layer in CurvatureEngine(model).layers] == ["0"]
+
+
+def test_trying_draws_no_random_numbers_of_python_and_numpy() -> None:
+    drawing = Holding(None, lambda *_: (random.random(), np.random.random()) and None)
+    random.seed(0)
+    np.random.seed(0)
+    expected = random.random(), np.random.random()
+    random.seed(0)
+    np.random.seed(0)
+    assert len(CurvatureEngine(drawing).layers) == 1
+    assert (random.random(), np.random.random()) == expected
 
 
 def test_a_norm_that_needs_a_gpu_in_train_mode_is_tried_in_eval_mode() -> None:
