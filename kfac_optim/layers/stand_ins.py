@@ -46,7 +46,7 @@ def key_of(module: nn.Module) -> Hashable:
     parts = tuple((name, type(part), key_of(part)) for name, part in module._modules.items() if part is not None)
     if module._buffers or not all(isinstance(value, _PLAIN) for value in flat) or any(key is None for *_, key in parts):
         return None
-    shapes = {name: None if p is None else tuple(whole_shape(p)) for name, p in module._parameters.items()}
+    shapes = {n: None if p is None else (tuple(whole_shape(p)), p.dtype) for n, p in module._parameters.items()}
     functions = tuple(getattr(type(module), name, None) for name in ("forward", "_conv_forward"))
     return functions, repr(shapes), repr(sorted(attributes.items())), parts
 

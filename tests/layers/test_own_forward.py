@@ -664,6 +664,20 @@ def test_trying_draws_no_random_numbers_of_python_and_numpy() -> None:
     assert (random.random(), np.random.random()) == expected
 
 
+@pytest.mark.parametrize("first", [torch.float32, torch.float64])
+def test_modules_of_another_dtype_are_tried_anew(first: torch.dtype) -> None:
+    """A cast to float32 leaves such weights as they are."""
+
+    class CastingLinear(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * F.linear(x.float(), self.weight.float(), self.bias.float())
+
+    model = nn.ModuleList([CastingLinear(3, 3, dtype=first)])
+    model += [CastingLinear(3, 3, dtype=dtype) for dtype in (torch.float32, torch.float64)]
+    found = [layer.weight.dtype for layer in CurvatureEngine(model).layers]
+    assert found == [torch.float32] * (2 if first == torch.float32 else 1)
+
+
 def test_a_norm_that_needs_a_gpu_in_train_mode_is_tried_in_eval_mode() -> None:
     class OnGPUs(nn.BatchNorm2d):
         def forward(self, x: Tensor) -> Tensor:
