@@ -132,7 +132,8 @@ def _problem_of(module: nn.Module) -> str:
     """Why calls of a module's own forward are no uses of a layer; empty if they are."""
     chosen = vars(module).get("forward")  # a method that the module has chosen, perhaps wrapped
     forward = type(module).forward if chosen is None else unwrapped(chosen)
-    if math.prod(whole_shape(module.get_parameter("weight"))) > _MAX_NUMEL:
+    weight = module.get_parameter("weight")
+    if math.prod(whole_shape(weight)) > _MAX_NUMEL:
         return "is too large to be tried"
     with quiet():
         torch.default_generator.manual_seed(0)
@@ -140,6 +141,9 @@ def _problem_of(module: nn.Module) -> str:
             try:
                 own = stand_in(module, {}, training=training)
                 problems = [problem for shape in _shapes(own) for problem in _found(forward, own, shape)]
+                if own.weight.dtype != weight.dtype:  # it has half precision, which not all CPUs compute with
+                    own.to(weight.dtype)
+                    problems += [problem for shape in _shapes(own) for problem in _found(forward, own, shape)]
             except Exception:  # the class is not made as others are
                 break
             if problems:

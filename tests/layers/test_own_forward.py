@@ -673,7 +673,7 @@ def test_modules_of_another_dtype_are_tried_anew(first: torch.dtype) -> None:
             return 2 * F.linear(x.float(), self.weight.float(), self.bias.float())
 
     model = nn.ModuleList([CastingLinear(3, 3, dtype=first)])
-    model += [CastingLinear(3, 3, dtype=dtype) for dtype in (torch.float32, torch.float64)]
+    model += [CastingLinear(3, 3, dtype=dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16)]
     found = [layer.weight.dtype for layer in CurvatureEngine(model).layers]
     assert found == [torch.float32] * (2 if first == torch.float32 else 1)
 
