@@ -125,6 +125,7 @@ def quiet() -> Iterator[None]:
         torch.random.fork_rng(devices=[]),
         _generators_kept(),
         warnings.catch_warnings(),
+        torch.inference_mode(False),
         torch.enable_grad(),
         torch.autocast("cpu", enabled=False),
         torch.compiler.set_stance("force_eager"),

@@ -678,6 +678,16 @@ def test_modules_of_another_dtype_are_tried_anew(first: torch.dtype) -> None:
     assert found == [torch.float32] * (2 if first == torch.float32 else 1)
 
 
+def test_an_optimizer_that_is_built_in_inference_mode_declines_the_same() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.weight.square().sum()
+
+    model = nn.Sequential(nn.Linear(3, 3), Scaled(3, 3))
+    with torch.inference_mode():
+        assert [layer.name for layer in CurvatureEngine(model).layers] == ["0"]
+
+
 def test_a_norm_that_needs_a_gpu_in_train_mode_is_tried_in_eval_mode() -> None:
     class OnGPUs(nn.BatchNorm2d):
         def forward(self, x: Tensor) -> Tensor:
