@@ -65,8 +65,8 @@ class RecurrentCalls:
             recurrent = RecurrentCall(module, given, state, output, self._recorder.dtype)
         if recurrent.is_packed:  # an example is a row: without lengths no mean over the positions of one
             wanted = [(i, layer) for i, layer in wanted if not layer.by_example]
-        together, call = torch.cat([tensor.reshape(-1) for tensor in tensors]), self._calls.current
-        views = functools.partial(_views, shapes=[tensor.shape for tensor in tensors])
+        together, call = torch.cat([_in_memory(tensor).reshape(-1) for tensor in tensors]), self._calls.current
+        views = functools.partial(_views, like=[tensor.detach() for tensor in tensors])
         layer_calls = functools.partial(self._layer_calls, wanted, recurrent, views)
         if self._sampling is None:
             when_gradient_arrives(together, functools.partial(self._add, layer_calls, call or self._calls.last))
@@ -103,7 +103,22 @@ class RecurrentCalls:
             value.register_hook(functools.partial(self._passes.record_hidden_gradient, index))
 
 
-def _views(flat: Tensor, *, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """The tensors that lie one after the other in a flat one."""
-    ends = list(itertools.accumulate(shape.numel() for shape in shapes))
-    return [flat[end - shape.numel() : end].view(shape) for end, shape in zip(ends, shapes, strict=True)]
+def _order(tensor: Tensor) -> list[int]:
+    """The dimensions of a tensor as they lie in memory, the outermost first."""
+    strides = tensor.stride()
+    return sorted(range(tensor.dim()), key=strides.__getitem__, reverse=True)
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    """A tensor with its dimensions in that order."""
+    return tensor.permute(_order(tensor))
+
+
+def _views(flat: Tensor, *, like: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors that lie one after the other in a flat one, in memory as ``like``: dropout numbers entries so."""
+    ends, parts = itertools.accumulate(tensor.numel() for tensor in like), []
+    for end, tensor in zip(ends, like, strict=True):
+        order = _order(tensor)
+        part = flat[end - tensor.numel() : end].view([tensor.shape[dim] for dim in order])
+        parts.append(part.permute([order.index(dim) for dim in range(tensor.dim())]))
+    return parts

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 from kfac_optim import KFACSGD, Graft, KFACAdam, LayerOptions
-from kfac_optim.layers import FoundLayers
+from kfac_optim.layers import FoundLayers, tensors_of
 from tests.helpers.compare import assert_identical, assert_near, assert_same_factors
 from tests.helpers.recurrent import KINDS, Unrolled
 from tests.helpers.settings import SETTINGS
@@ -195,6 +195,21 @@ def test_outputs_are_the_modules_own_and_may_be_changed_in_place() -> None:
     other.step()
     for found, expected in zip(changed, other.curvature.factors(other.curvature.layers[0]), strict=True):
         assert_near(found, expected)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_outputs_lie_in_memory_as_the_modules_own(packed: bool) -> None:
+    """Else dropout behind the module would leave out other units in steps with statistics."""
+    module = nn.LSTM(D_IN, HIDDEN, 2, batch_first=True, bidirectional=True)
+    x: Any = torch.randn(5, 6, D_IN)
+    if packed:
+        x = pack_padded_sequence(x, torch.tensor([6, 2, 3, 1, 5]), batch_first=True, enforce_sorted=False)
+    plain = tensors_of(module(x))
+    optimizer = KFACSGD(module, lr=0.1, **SETTINGS)
+    watched = tensors_of(module(x))
+    assert optimizer.curvature.layers and all(found is not own for found, own in zip(watched, plain, strict=True))
+    for found, own in zip(watched, plain, strict=True):
+        assert torch.equal(found, own) and found.stride() == own.stride()
 
 
 def test_micro_batches_make_one_batch() -> None:

@@ -174,11 +174,11 @@ def test_a_bias_whose_weight_is_frozen_trains_by_the_base_rule() -> None:
 
 
 def test_the_title_has_no_trust_where_no_layer_could_turn() -> None:
-    model = nn.LSTM(3, 2)
+    model = nn.Bilinear(3, 3, 2)
     with pytest.warns(UserWarning, match="preconditions none"):
         optimizer = KFACAdam(model, lr=0.01)
     assert str(optimizer.curvature).splitlines()[0] == "Curvature after 0 steps"
-    model(torch.randn(4, 3))[0].sum().backward()
+    model(*torch.randn(2, 4, 3)).sum().backward()
     optimizer.step()
     assert str(optimizer.curvature).splitlines()[0] == "Curvature after 1 step"
 
