@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from ..common.precision import full_precision
 from ..layers import RecurrentCall, RecurrentLayer, tensors_of, with_tensors
 from .autograd import beneath_transforms, is_of_loss, is_transformed, when_gradient_arrives
 from .calls import ModelCall, ModelCalls, input_of
+from .gradients import destination
 from .microbatch import BackwardPasses
 from .recorder import LayerCall
 from .sampling import SampledBackward
@@ -55,21 +57,21 @@ class RecurrentCalls:
             return None
         tensors, given = tensors_of(output), input_of(args, kwargs)
         wanted = [(i, layer) for i, layer in layers if self._recorder.wants(i, given, tensors[0])]
+        if isinstance(given, PackedSequence):  # an example is a row: without lengths no mean over the positions of one
+            wanted = [(i, layer) for i, layer in wanted if not layer.by_example]
         if not wanted or not tensors[0].requires_grad or tensors[0].numel() == 0:  # a batch without examples
             return None
         if is_transformed(tensors[0]):
             self._watch_transformed(wanted, beneath_transforms(tensors[0]))
             return None
         state = args[1] if len(args) > 1 else kwargs.get("hx")
-        with full_precision(tensors[0].device.type):
-            recurrent = RecurrentCall(module, given, state, output, self._recorder.dtype)
-        if recurrent.is_packed:  # an example is a row: without lengths no mean over the positions of one
-            wanted = [(i, layer) for i, layer in wanted if not layer.by_example]
+        recurrent = RecurrentCall(module, given, state, output, self._recorder.dtype)
         together, call = torch.cat([_in_memory(tensor).reshape(-1) for tensor in tensors]), self._calls.current
         views = functools.partial(_views, like=[tensor.detach() for tensor in tensors])
         layer_calls = functools.partial(self._layer_calls, wanted, recurrent, views)
         if self._sampling is None:
-            when_gradient_arrives(together, functools.partial(self._add, layer_calls, call or self._calls.last))
+            take = functools.partial(self._add, wanted, layer_calls, call or self._calls.last)
+            when_gradient_arrives(together, take)
         elif not any(self._sampling.leaves_out(i, call) for i, _ in wanted) and call is not None:
             self._sampling.await_gradients(call, [i for i, _ in wanted], layer_calls, together)
         # Copies, because views of one tensor must not be changed in place as separate tensors may.
@@ -89,9 +91,15 @@ class RecurrentCalls:
             a, g_rows = rows[layer.suffix]
             yield self._recorder.observe(index, 0, a, g_rows, ()), g_rows
 
-    def _add(self, layer_calls: Callable[[Tensor], LayerCalls], call: ModelCall | None, g: Tensor) -> None:
-        """Takes the gradient of what a module has returned."""
-        if is_of_loss(g):
+    def _add(
+        self,
+        wanted: Sequence[tuple[int, RecurrentLayer]],
+        layer_calls: Callable[[Tensor], LayerCalls],
+        call: ModelCall | None,
+        g: Tensor,
+    ) -> None:
+        """Takes the gradient of what a module has returned, if the pass computes that of a layer's weight."""
+        if is_of_loss(g) and any(destination(layer) for _, layer in wanted):
             for layer_call, g_rows in layer_calls(g):
                 moment = functools.partial(self._recorder.output_moment, layer_call, g_rows, scaled=True)
                 self._passes.add(layer_call, call, moment)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from kfac_optim import KFACSGD
+from kfac_optim.layers import RecurrentCall
 from tests.helpers.compare import assert_all_near, assert_near, assert_same_factors, assert_same_weights
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recurrent import Unrolled
@@ -170,6 +173,27 @@ def test_a_module_that_is_compiled_alone_trains_as_an_eager_one(cls: Any) -> Non
             optimizer.step()
     assert_same_factors(*optimizers)
     assert_same_weights(model, twin)
+
+
+def packed(lengths: Sequence[int]) -> PackedSequence:
+    x = torch.randn(max(lengths), len(lengths), D_IN)
+    return pack_padded_sequence(x, torch.tensor(lengths), enforce_sorted=False)
+
+
+@pytest.mark.parametrize("way", ["only the input's gradient", "no mean over positions"])
+def test_no_pass_goes_back_through_time_for_nothing(way: str) -> None:
+    """Nothing is computed where nothing is added."""
+    model = nn.LSTM(D_IN, HIDDEN, 2)
+    optimizer = made(model, weight_sharing="reduce" if "mean" in way else "expand")
+    given = packed([2, 4, 1])
+    given = given._replace(data=given.data.requires_grad_())
+    with patch.object(RecurrentCall, "rows", autospec=True, side_effect=RecurrentCall.rows) as rows:
+        loss = model(given)[0].data.square().sum()
+        torch.autograd.grad(loss, given.data, retain_graph=True)
+        assert not rows.called
+        loss.backward()
+    assert rows.called == ("mean" not in way)
+    optimizer.step()
 
 
 def sharded(rank: int, world_size: int) -> list[Tensor]:
