@@ -12,6 +12,7 @@ it is unknown which units the call has dropped.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -20,13 +21,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from ..distributed import is_sharded
 from .base import Declined, own_parameter
 from .linear import LinearLayer
 from .options import LayerOptions
-from .recurrence import through_gru, through_lstm, through_rnn
+from .recurrence import states_before, through_gru, through_lstm, through_rnn, with_final
 from .registry import register_layer
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -96,8 +97,8 @@ def with_tensors(output: Any, tensors: Iterator[Tensor]) -> Any:
 class RecurrentCall:
     """One call of a recurrent module, until its output gradients arrive.
 
-    All tensors are brought into one form, ``[T, n, d]``, and states into ``[levels * directions, n, H]``. The *place*
-    of a level and direction is its index there.
+    All tensors are brought into one form: sequences into rows in the order of packed ones, ``[rows, d]``, and states
+    into ``[levels * directions, n, H]``. The *place* of a level and direction is its index there.
 
     Args:
         module: The module.
@@ -105,21 +106,19 @@ class RecurrentCall:
         state: The initial state that it was given, or None.
         output: What it has returned.
         dtype: The precision to compute in.
-
-    Attributes:
-        is_packed: Whether the sequences are packed, and have different lengths.
     """
 
     def __init__(self, module: Any, input: Any, state: Any, output: Any, dtype: torch.dtype) -> None:
         self._module, self._kind, self._dtype = module, _kind_of(module), dtype
         self._is_cell, self._levels = isinstance(module, nn.RNNCellBase), _levels(module)
-        self._packed = input if isinstance(input, PackedSequence) else None
-        self.is_packed = self._packed is not None
-        self._is_batched = self.is_packed or input.dim() == (2 if self._is_cell else 3)
-        self._lengths = None if self._packed is None else pad_packed_sequence(self._packed)[1].to(input.data.device)
+        self._batch_sizes = self._order = None  # of packed sequences
+        if isinstance(input, PackedSequence):
+            self._batch_sizes, self._order = input.batch_sizes, input.sorted_indices
+        self._is_batched = self._batch_sizes is not None or input.dim() == (2 if self._is_cell else 3)
         self._input, self._output = (self._sequences(tensors_of(given)[0]) for given in (input, output))
-        n = self._input.shape[1]
-        zeros = self._input.new_zeros(sum(map(len, self._levels)), n, module.hidden_size)
+        self._shape = self._input.shape[:-1]  # of sequences without their features
+        self._sizes = [self._shape[-1]] * self._shape[0] if self._batch_sizes is None else self._batch_sizes.tolist()
+        zeros = self._input.new_zeros(sum(map(len, self._levels)), self._sizes[0], module.hidden_size, dtype=dtype)
         # Those of this call: torch.func.functional_call puts others in their place.
         self._parameters = {end: self._parameters_of(end) for level in self._levels for end in level}
         self._state = [zeros, zeros] if state is None else [self._stacked(part) for part in tensors_of(state)]
@@ -130,10 +129,14 @@ class RecurrentCall:
 
         ``gradients``: those of :func:`tensors_of` the output.
         """
-        g, final = self._sequences(gradients[0]), [self._stacked(part) for part in gradients[1:]]
+        x, y, g = (
+            sequences.to(self._dtype).flatten(0, -2)
+            for sequences in (self._input, self._output, self._sequences(gradients[0]))
+        )
+        final = [self._stacked(part) for part in gradients[1:]]
         if self._is_cell:  # its output is its final hidden state
-            final.insert(0, torch.zeros_like(g))
-        inputs, hidden = self._inputs_and_hidden_states()
+            final.insert(0, torch.zeros_like(self._state[0]))
+        inputs, hidden = self._inputs_and_hidden_states(x, y)
         found: dict[str, tuple[Tensor, Tensor]] = {}
         for number, level in reversed(list(enumerate(self._levels))):
             x, parts = inputs[number], zip(hidden[number].chunk(len(level), -1), g.chunk(len(level), -1), strict=True)
@@ -145,10 +148,10 @@ class RecurrentCall:
                 found[f"ih{end}"], found[f"hh{end}"] = self._through_time(place, end, given, of_final)
                 if number > 0:
                     g += self._turned(found[f"ih{end}"][1] @ self._parameters[end][0], direction)
-        if self._lengths is None:
-            return found
-        valid = torch.arange(len(self._input), device=g.device)[:, None] < self._lengths
-        return {suffix: (a[valid], g_rows[valid]) for suffix, (a, g_rows) in found.items()}
+        return {
+            suffix: (a.unflatten(0, self._shape), g_rows.unflatten(0, self._shape))
+            for suffix, (a, g_rows) in found.items()
+        }
 
     def _through_time(
         self, place: int, end: str, sequences: Sequence[Tensor], final: Sequence[Tensor]
@@ -163,41 +166,45 @@ class RecurrentCall:
             final: The gradients of the final state.
         """
         x, h, g = sequences
-        before = torch.cat((self._state[0][place][None], h[:-1]))
+        before = states_before(self._state[0][place], h, self._sizes)
         w_ih, w_hh, *biases = self._parameters[end]
         b_ih, b_hh = biases or (None, None)
         s, u = F.linear(x, w_ih, b_ih), F.linear(before, w_hh, b_hh)
-        g = self._with_final(g, final[0])
+        g = with_final(g, final[0], self._sizes)
         if self._kind == "GRU":
-            g_s, g_u = through_gru(s, u, before, w_hh, g)
+            g_s, g_u = through_gru(s, u, before, w_hh, g, self._sizes)
         elif self._kind == "LSTM":
-            g_cell = self._with_final(torch.zeros_like(g), final[1])
-            g_s = g_u = through_lstm(s, u, self._state[1][place], w_hh, g, g_cell)
+            g_cell = with_final(torch.zeros_like(g), final[1], self._sizes)
+            g_s = g_u = through_lstm(s, u, self._state[1][place], w_hh, g, g_cell, self._sizes)
         else:
-            g_s = g_u = through_rnn(h, w_hh, g, relu=self._kind == "RNN_RELU")
+            g_s = g_u = through_rnn(h, w_hh, g, self._sizes, relu=self._kind == "RNN_RELU")
         return (x, g_s), (before, g_u)
 
-    def _inputs_and_hidden_states(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Those of all levels; the hidden states below the last level are computed once more."""
-        inputs, hidden = [self._input], []
+    def _inputs_and_hidden_states(self, x: Tensor, y: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Those of all levels, given the first input and the last hidden states; those between are computed anew."""
+        inputs, hidden = [x], []
         for number, level in enumerate(self._levels[:-1]):
             x = inputs[number]
             states = [self._hidden_states(number * len(level) + d, d, end, x) for d, end in enumerate(level)]
             hidden.append(torch.cat(states, -1))
             inputs.append(hidden[-1])
-        return inputs, [*hidden, self._output]
+        return inputs, [*hidden, y]
 
     def _hidden_states(self, place: int, direction: int, end: str, x: Tensor) -> Tensor:
         """The hidden states of one level and direction."""
         initial: Any = [part[place][None] for part in self._state]
-        parameters = self._parameters[end]
+        parameters, given = self._parameters[end], [self._turned(x, direction).unflatten(0, self._shape)]
         options = {"has_biases": len(parameters) > 2, "num_layers": 1, "dropout": 0.0}
-        options |= {"train": False, "bidirectional": False, "batch_first": False}
+        options |= {"train": False, "bidirectional": False}
+        if self._batch_sizes is None:
+            options["batch_first"] = False
+        else:
+            given.append(self._batch_sizes)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # cuDNN would like the parameters in one piece of memory
             initial = initial if self._kind == "LSTM" else initial[0]
-            h, *_ = _FUNCTIONS[self._kind](self._turned(x, direction), initial, parameters, **options)
-        return self._turned(h, direction)
+            h, *_ = _FUNCTIONS[self._kind](*given, initial, parameters, **options)
+        return self._turned(h.flatten(0, -2), direction)
 
     def _parameters_of(self, end: str) -> list[Tensor]:
         """``W_ih`` and ``W_hh``, and the biases if there are any."""
@@ -207,10 +214,10 @@ class RecurrentCall:
     # Forms of tensors -------------------------------------------------------------------------------------------------
 
     def _sequences(self, tensor: Tensor) -> Tensor:
-        """An input, the hidden states of all positions, or their gradient, ``[T, n, d]``."""
-        tensor = tensor.detach().to(self._dtype)
-        if self._packed is not None:
-            return pad_packed_sequence(self._packed._replace(data=tensor))[0]
+        """An input, the hidden states of all positions, or their gradient, ``[T, n, d]``; packed ones ``[rows, d]``."""
+        tensor = tensor.detach()
+        if self._batch_sizes is not None:
+            return tensor
         if self._is_cell:
             return tensor[None] if self._is_batched else tensor[None, None]
         if not self._is_batched:
@@ -220,27 +227,28 @@ class RecurrentCall:
     def _stacked(self, state: Tensor) -> Tensor:
         """A part of an initial or a final state, or its gradient, ``[levels * directions, n, H]``."""
         state = state.detach().to(self._dtype)
+        if self._batch_sizes is not None:
+            return state if self._order is None else state.index_select(1, self._order)
         state = state if self._is_batched else state[..., None, :]
         return state[None] if self._is_cell else state
 
-    def _turned(self, sequences: Tensor, direction: int) -> Tensor:
-        """Sequences from the last position to the first (direction 1), which is where their final state is."""
+    def _turned(self, rows: Tensor, direction: int) -> Tensor:
+        """Each sequence from its last position to the first (direction 1), which is where its final state is."""
         if direction == 0:
-            return sequences
-        if self._lengths is None:
-            return sequences.flip(0)
-        position = torch.arange(len(sequences), device=sequences.device)[:, None]
-        order = torch.where(position < self._lengths, self._lengths - 1 - position, position)
-        return sequences.gather(0, order[..., None].expand_as(sequences))
+            return rows
+        if self._batch_sizes is None:
+            return rows.unflatten(0, self._shape).flip(0).flatten(0, 1)
+        return rows.index_select(0, self._turned_places)
 
-    def _with_final(self, g: Tensor, final: Tensor) -> Tensor:
-        """A copy of gradients of all positions with those of the final state added."""
-        g = g.clone()
-        if self._lengths is None:
-            g[-1] += final
-        else:
-            g[self._lengths - 1, torch.arange(g.shape[1], device=g.device)] += final
-        return g
+    @functools.cached_property
+    def _turned_places(self) -> Tensor:
+        """For each row of packed sequences, the one that is as far from the other end; computed on the CPU."""
+        assert self._batch_sizes is not None
+        places = torch.arange(len(self._input), device="cpu")
+        padded, lengths = pad_packed_sequence(PackedSequence(places, self._batch_sizes))
+        mirrored = lengths - 1 - torch.arange(len(padded), device="cpu")[:, None]
+        turned = pack_padded_sequence(padded.gather(0, mirrored.clamp(min=0)), lengths).data
+        return turned.to(self._input.device, non_blocking=True)
 
 
 def _kind_of(module: Any) -> str:

@@ -57,7 +57,7 @@ class Reader(nn.Module):
         """``x``: ``[T, n, d]``; returns what is of the positions or of the final states, ``[n, ..., 2]``."""
         given: Any = x.transpose(0, 1) if self.rnn.batch_first else x
         if self.lengths is not None:
-            given = pack_padded_sequence(x, self.lengths, enforce_sorted=False)
+            given = pack_padded_sequence(x, self.lengths, enforce_sorted=bool((self.lengths.diff() <= 0).all()))
         y, final = self.rnn(given, state)
         found: Any = torch.zeros(())
         if "sequence" in self.parts:
@@ -98,7 +98,8 @@ def readers(draw: st.DrawFn) -> tuple[Reader, dict[str, Any]]:
     torch.manual_seed(draw(st.integers(0, 999)))
     kind, levels, bidirectional = draw(st.sampled_from(list(KINDS))), draw(st.integers(1, 3)), draw(st.booleans())
     packed = draw(st.booleans())
-    lengths = torch.tensor(draw(st.lists(st.integers(1, 5), min_size=4, max_size=4)) + [6]) if packed else None
+    drawn = draw(st.lists(st.integers(1, 5), min_size=4, max_size=4)) + [6]
+    lengths = torch.tensor(sorted(drawn, reverse=True) if draw(st.booleans()) else drawn) if packed else None
     form = {"bidirectional": bidirectional, "bias": draw(st.booleans())}
     form["batch_first"] = draw(st.booleans()) and not packed
     module = recurrent(kind, KINDS[kind], D_IN, HIDDEN, levels, **form)

@@ -14,10 +14,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from kfac_optim import KFACSGD
-from kfac_optim.layers import RecurrentCall
+from kfac_optim.layers import RecurrentCall, tensors_of
 from tests.helpers.compare import assert_all_near, assert_near, assert_same_factors, assert_same_weights
 from tests.helpers.ranks import run_ranks
-from tests.helpers.recurrent import Unrolled
+from tests.helpers.reads import HostReads
+from tests.helpers.recurrent import KINDS, Unrolled
 from tests.helpers.settings import SETTINGS
 from tests.helpers.versions import needs_sharding_on_cpus
 
@@ -178,6 +179,20 @@ def test_a_module_that_is_compiled_alone_trains_as_an_eager_one(cls: Any) -> Non
 def packed(lengths: Sequence[int]) -> PackedSequence:
     x = torch.randn(max(lengths), len(lengths), D_IN)
     return pack_padded_sequence(x, torch.tensor(lengths), enforce_sorted=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_waits_for_the_lengths_of_packed_sequences(kind: str) -> None:
+    """They are known on the host."""
+    model = KINDS[kind](D_IN, HIDDEN, 2, bidirectional=True)
+    optimizer = made(model)
+    for given in (packed([2, 5, 1, 5]), packed([3, 3, 1])):
+        y, state = model(given)
+        with HostReads() as reads:
+            (y.data.square().sum() + tensors_of(state)[0].sum()).backward()
+        assert not reads.count
+        optimizer.step()
+    assert len(optimizer.curvature.report()["layers"]) == 8
 
 
 @pytest.mark.parametrize("way", ["only the input's gradient", "no mean over positions"])
