@@ -99,8 +99,9 @@ class EagerHook(FirstHook):
 
     def __call__(self, *args: Any) -> Any:
         owner = self.owner() if self.owner is not None else None
-        idle = torch.compiler.is_compiling() and (owner is None or not owner.enabled)
-        if idle or _exporting():  # nothing is done then, and a break in the graph would cost time, or be an error
+        watches = owner is not None and owner.enabled and torch.is_grad_enabled()
+        # Else nothing is done, and a break in the graph would cost time, or be an error.
+        if torch.compiler.is_compiling() and not watches or _exporting():
             return None
         return self._call_eagerly(*args)
 

@@ -136,7 +136,7 @@ def test_factors_are_computed_outside_of_autocast() -> None:
 
 
 @double
-def test_steps_without_statistics_break_no_graph_at_a_cell() -> None:
+def test_evaluation_and_steps_without_statistics_break_no_graph_at_a_cell() -> None:
     """Torch traces cells, and would make a graph of each part between them."""
 
     class Repeated(nn.Module):
@@ -153,6 +153,8 @@ def test_steps_without_statistics_break_no_graph_at_a_cell() -> None:
     model = Repeated()
     optimizer = KFACSGD(model, lr=0.05, **{**SETTINGS, "factor_update_steps": 10, "inv_update_steps": 10})
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():  # the next step collects statistics
+        compiled(torch.randn(3, 5, D_IN))
     for own in (model, compiled, compiled):
         optimizer.zero_grad()
         own(torch.randn(3, 5, D_IN)).square().mean().backward()
