@@ -32,8 +32,8 @@ def own_attributes(module: nn.Module) -> dict[str, Any]:
 
 @functools.cache
 def _of_all_modules() -> frozenset[str]:
-    """The attributes that every module has, and the one that watched modules have (``capture/copies.py``)."""
-    return frozenset({*vars(nn.Module()), "__getstate__"})
+    """The attributes that every module has, and those that watched (``capture/copies.py``) and compiled ones have."""
+    return frozenset({*vars(nn.Module()), "__getstate__", "_compiled_call_impl"})
 
 
 def key_of(module: nn.Module) -> Hashable:

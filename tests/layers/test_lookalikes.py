@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from kfac_optim import KFACSGD, CurvatureEngine
 from kfac_optim.layers import registry
-from tests.helpers.compare import assert_step_alike
+from tests.helpers.compare import assert_same_factors, assert_same_weights, assert_step_alike
+from tests.helpers.settings import SETTINGS
 
 OFTEN = {"factor_update_steps": 1, "inv_update_steps": 2, "factor_dtype": torch.float64, "inv_dtype": torch.float64}
 
@@ -306,6 +307,22 @@ def test_layers_that_are_watched_already_are_recognised_again() -> None:
     assert [layer.name for layer in again.curvature.layers] == ["0", "1", "2", "3"]
     optimizer.add_param_group({"params": list(model[3].parameters())})
     assert [layer.name for layer in optimizer.curvature.layers] == ["0", "1", "2", "3"]
+
+
+def test_modules_that_are_compiled_in_place_are_recognised() -> None:
+    model = nn.Sequential(CastingLinear(5, 6), LlamaRMSNorm(6), NanoGPTLayerNorm(6), nn.Linear(6, 4)).double()
+    twin = copy.deepcopy(model)
+    for part in twin:
+        part.compile(backend="aot_eager")
+    optimizers = [KFACSGD(own, lr=0.1, **SETTINGS) for own in (model, twin)]
+    for x in torch.randn(4, 7, 5, dtype=torch.float64):
+        for own, optimizer in zip((model, twin), optimizers, strict=True):
+            optimizer.zero_grad()
+            own(x).square().mean().backward()
+            optimizer.step()
+    assert len(optimizers[1].curvature.layers) == 4
+    assert_same_factors(*optimizers)
+    assert_same_weights(model, twin)
 
 
 def test_a_class_without_a_rule_is_named_with_its_module() -> None:
