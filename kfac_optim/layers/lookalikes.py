@@ -86,7 +86,7 @@ def lookalike(module: nn.Module) -> tuple[LayerFactory, str] | None:
 def _is_simple(module: nn.Module) -> bool:
     """Whether the module is compared at all; the conditions are at the top of this file, with those of a key."""
     cls = type(module)
-    plain_call = cls.__call__ is nn.Module.__call__ and "forward" not in vars(module)
+    plain_call = cls.__call__ is nn.Module.__call__
     known = set(module._parameters) <= {"weight", "bias"} and not module._modules
     if not (plain_call and known) or any(p is not None and p.is_complex() for p in module._parameters.values()):
         return False

@@ -96,7 +96,7 @@ def with_own_forward(factory: LayerFactory, module: nn.Module) -> tuple[LayerFac
     problem = known.get(key)
     if problem is None:
         problem = _problem_of(module)
-        if key is not None and "forward" not in vars(module):
+        if key is not None:
             known[key] = problem
     if problem:
         return None, f" and {problem}"
