@@ -88,7 +88,7 @@ class GameSigns:
         """Notes a call of a frozen layer with the input ``a``, which *serves* if parameters have made that.
 
         It does not serve if gradients end at a tensor other than a parameter, as for an adversarial example. Compiled
-        networks and re-entrant checkpoints are not searched.
+        networks, re-entrant checkpoints and recurrent layers are not searched.
         """
         if self._serve is False or layer in self._served or not isinstance(a, Tensor) or not a.requires_grad:
             return

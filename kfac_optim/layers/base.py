@@ -80,8 +80,8 @@ class KroneckerLayer(ABC):
             kept as transposes too, which need no copying.
         sharing: "expand" or "reduce".
         batch_dim: The dimension of the examples in inputs with shared positions.
-        host: For the projections of attention, which are not modules that are called, the module whose forward calls
-            ``F.linear`` with the weight; else None.
+        host: For the projections of attention and the layers of recurrent modules, which are not modules that are
+            called, the module that uses the weight; else None.
         gates: How many gates of a recurrent cell the outputs are; G keeps a block for each.
         most_reach: How far its steps may be stretched along flat directions (:mod:`~kfac_optim.steering.reach`).
         notes: What a user should know about the layer, shown in the table.
