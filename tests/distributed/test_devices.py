@@ -19,6 +19,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from kfac_optim import (
     KAISA,
@@ -34,7 +35,15 @@ from kfac_optim import (
 )
 from kfac_optim.distributed import Broadcast, share_gradients
 from kfac_optim.distributed.assignment import FactorPlace
-from kfac_optim.layers import FoundLayers, LayerOptions, convolution, moments
+from kfac_optim.layers import (
+    FoundLayers,
+    LayerOptions,
+    RecurrentCall,
+    convolution,
+    moments,
+    tensors_of,
+    with_tensors,
+)
 from tests.helpers.compiler import needs_compiler
 from tests.helpers.settings import OFTEN
 from tests.helpers.training import train
@@ -226,6 +235,23 @@ def multiply_half_precision() -> None:
                 torch.testing.assert_close(moment, expected, rtol=1e-5, atol=1e-5)
 
 
+def go_back_through_time() -> None:
+    """The indices of packed sequences are made on the CPU. Torch has no recurrent operation for such devices."""
+    given = pack_padded_sequence(torch.randn(5, 4, 3), torch.tensor([2, 5, 1, 5]), enforce_sorted=False)
+    for cls in (nn.LSTM, nn.GRU):
+        found = []
+        for device in ("cpu", "cuda"):
+            torch.manual_seed(0)
+            module = cls(3, 4, bidirectional=True)
+            with torch.no_grad():
+                output = module(given)
+            there = [tensor.to(device) for tensor in tensors_of(output)]
+            its_output = with_tensors(output, iter(there))
+            call = RecurrentCall(module.to(device), given.to(device), None, its_output, torch.float32)
+            found.append([side.cpu() for of_layer in call.rows(there).values() for side in of_layer])
+        torch.testing.assert_close(*found)
+
+
 def streams_wait_for_each_other() -> None:
     """Before a job its stream waits for the model's; before its results are used the model's waits, and keeps them."""
     from tests.helpers.accelerator import CURRENT, EVENTS
@@ -245,6 +271,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "streams wait for each other": streams_wait_for_each_other,
     "the verbs": carry,
     "half precision": multiply_half_precision,
+    "back through time": go_back_through_time,
     "built on the device": compare,
     "moved after the optimizer was built": lambda: compare(lambda model: model.to("cuda")),
     "built on meta": lambda: compare(to_empty),
