@@ -213,6 +213,29 @@ def test_no_pass_goes_back_through_time_for_nothing(way: str) -> None:
     optimizer.step()
 
 
+def replicated(rank: int, world_size: int) -> list[Tensor]:
+    """The weights after training on packed sequences, one micro-batch for each of two ranks, or both in one process."""
+    torch.manual_seed(0)
+    model = nn.GRU(D_IN, HIDDEN, 2, bidirectional=True).double()
+    optimizer = made(model)
+    call: nn.Module = nn.parallel.DistributedDataParallel(model) if world_size > 1 else model
+    batches = [[packed([3, 5, 1]).to(torch.float64), packed([2, 2, 5]).to(torch.float64)] for _ in range(5)]
+    for parts in batches:
+        optimizer.zero_grad()
+        for part in parts[rank:][::world_size]:
+            y, state = call(part)
+            ((y.data.square().sum() + state.sum()) * world_size / 2).backward()
+        optimizer.step()
+    assert len(optimizer.curvature.layers) == 8
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_ranks_train_as_micro_batches_do() -> None:
+    for found in run_ranks(2, replicated):
+        for p, expected in zip(found, replicated(0, 1), strict=True):
+            assert_near(p, expected)
+
+
 def sharded(rank: int, world_size: int) -> list[Tensor]:
     torch.manual_seed(0)
     model = Tagger(nn.LSTM(D_IN, HIDDEN)).double()
