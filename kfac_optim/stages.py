@@ -26,7 +26,7 @@ from .placement import Ranks
 from .preconditioning import Preconditioner
 from .refresh import Refresher
 from .scaling import traits_of
-from .schedules import Progress, due
+from .schedules import Progress
 from .sightings import Sightings
 from .steering import Plan, Steering
 
@@ -217,12 +217,11 @@ class Stages:
     def prepare_statistics(self, *, collects: bool = True) -> None:
         """Decides, before the forward pass of the coming step, whether it collects statistics, if ``collects``."""
         step, config, collects = self.progress.step, self.config, collects and not self.closed
-        interval = self.refresher.pace.statistics_interval(config, step)
         self.capture.prepare(
             step=step,
             rank=self.comm.rank,
             left_out=self.ranks.left_out,
-            enabled=collects and due(interval, step, self.progress.last_statistics),
+            enabled=collects and self.refresher.collects(config, step, self.progress.last_statistics),
             fraction=config.at("factor_batch_fraction", step),
             grad_scaler=config.grad_scaler,
         )
@@ -312,8 +311,7 @@ class Stages:
         if self.ranks.alone:
             return
         step, refresher = self.ranks.common_step(self.progress.step, skipped=not finite), self.refresher
-        interval = refresher.pace.statistics_interval(self.config, step)
-        pools = due(interval, step, self.progress.last_statistics)
+        pools = refresher.collects(self.config, step, self.progress.last_statistics)
         if pools or refresher.communicates(self.config, step, may_begin=not self.is_opposed):
             self.compare()
 

@@ -24,6 +24,8 @@ from ..schedules import due, growing
 _COSTS = {"cpu": (10.0, 0.0, 0.0), "accelerator": (50.0, 7.5e8, 2e10), "meta": (50.0, 7.5e8, 2e10)}
 _PASSES = 3.0  # the matrix products of a layer in a forward and a backward pass
 _PER_WEIGHT = 300.0  # the cost, in multiply-adds, of reading and writing a weight some 15 times in a step
+_LATEST = 3  # how many steps before a refresh collect statistics, of an interval that is longer than _SHORT
+_SHORT = 12
 _WORTH_WAITING = 10  # the first refresh waits only if its work demands more steps than this many intervals have
 
 
@@ -85,13 +87,16 @@ class Pace(Counted):
         demanded = schedule.demanded(step, self.work) if isinstance(schedule, growing) else 0
         return max(int(config.at("inv_update_steps", step)), demanded)
 
-    def statistics_interval(self, config: Config, step: int) -> int:
-        """Steps between statistics updates at ``step``."""
-        given = config.at("factor_update_steps", step)
+    def collects(self, config: Config, step: int, last: int | None, last_refresh: int | None) -> bool:
+        """Whether ``step`` collects statistics; ``last`` did so, None if it is due at once."""
+        given, interval = config.at("factor_update_steps", step), self.interval(config, step)
         if given is not None:
-            return int(given)
-        interval = self.interval(config, step)
-        return max(1, interval // 2) if isinstance(config.inv_update_steps, growing) else min(10, interval)
+            return due(int(given), step, last)
+        if not isinstance(config.inv_update_steps, growing):
+            return due(min(10, interval), step, last)
+        if last is None or last_refresh is None or interval <= _SHORT:
+            return due(max(1, interval // 2), step, last)
+        return due(interval - _LATEST + 1, step, last_refresh)
 
     def spread(self, config: Config, step: int) -> int:
         """The number of steps over which the work of a refresh that starts at ``step`` is spread."""

@@ -81,6 +81,10 @@ class Refresher(Counted, pending_spread=Counter(None)):
         """Whether a refresh begins at ``step``."""
         return self.in_progress is None and self.pace.is_due(config, step, self.last_refresh)
 
+    def collects(self, config: Config, step: int, last: int | None) -> bool:
+        """Whether ``step`` collects statistics, which ``last`` was the last step to do; None: it is to do so at once."""
+        return self.pace.collects(config, step, last, self.last_refresh)
+
     def communicates(self, config: Config, step: int, *, may_begin: bool) -> bool:
         """Whether the ranks exchange something at ``step``; ``may_begin``: whether a refresh begins if it is due."""
         ends = self.in_progress is not None and self.in_progress.ends(step)

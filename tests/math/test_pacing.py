@@ -69,7 +69,9 @@ def test_the_interval_is_as_long_as_the_work_asks_for(
     assert (least > 20) == (cost > 1000)
     for step in (0, 10, 1000):
         assert interval_of(optimizer, step) == max(2, step // 2, least)
-    assert optimizer.curvature.stages.refresher.pace.statistics_interval(optimizer.curvature, 0) == max(2, least) // 2
+    engine, pace = optimizer.curvature, optimizer.curvature.stages.refresher.pace
+    collecting = (step for step in range(1, 1000) if pace.collects(engine, step, last=0, last_refresh=None))
+    assert next(collecting) == max(2, least) // 2
     told = f"a refresh is as much work as {work(6, cost)} steps: one in {least} steps"
     assert (told in repr(optimizer.curvature)) == (least > 2)
     assert (f"from step {least} on" in repr(optimizer.curvature)) == (cost > 1000)

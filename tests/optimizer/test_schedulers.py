@@ -204,21 +204,23 @@ def test_inv_update_steps_over_time(name: str) -> None:
 @pytest.mark.parametrize(
     ("interval", "statistics", "expected"),
     [
-        (1, 3, [0, 3, 6, 9, 12]),
-        (1, constant_then_scaled(1, (4,), 4), [0, 1, 2, 3, 7, 11]),
-        (1, None, list(range(14))),
-        (4, None, [0, 4, 8, 12]),
-        (30, None, [0, 10]),
-        (growing(fraction=0.0, minimum=7), None, [0, 3, 6, 9, 12]),
-        (growing(fraction=0.0, minimum=15), 5, [0, 5, 10]),
-        (growing(fraction=0.0, minimum=3), None, list(range(14))),
+        (1, 3, [*range(0, 32, 3)]),
+        (1, constant_then_scaled(1, (4,), 4), [0, 1, 2, *range(3, 32, 4)]),
+        (1, None, [*range(32)]),
+        (4, None, [*range(0, 32, 4)]),
+        (30, None, [0, 10, 20, 30]),
+        (growing(fraction=0.0, minimum=7), None, [*range(0, 31, 3)]),
+        (growing(fraction=0.0, minimum=15), 5, [*range(0, 31, 5)]),
+        (growing(fraction=0.0, minimum=3), None, [*range(32)]),
+        (growing(fraction=0.0, minimum=12), None, [*range(0, 31, 6)]),
+        (growing(fraction=0.0, minimum=13), None, [0, 11, 12, 13, 24, 25, 26]),
     ],
 )
 def test_factor_update_steps_over_time(interval: Any, statistics: Any, expected: list[int]) -> None:
-    """A statistics step is one after which A has changed. Beside a growing interval half of it, unless given."""
+    """A statistics step is one after which A has changed; a growing interval has two, or its last three."""
     model, optimizer = one_weight(inv_update_steps=interval, factor_update_steps=statistics)
     found, last = [], -1.0
-    for step in range(14):
+    for step in range(32):
         scalar_step(model, optimizer, float(step + 1))
         a = float(optimizer.curvature.factors("0")[0])
         found += [step] * (a != last)
