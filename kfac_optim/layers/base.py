@@ -339,7 +339,7 @@ def own_parameter(module: nn.Module, name: str) -> nn.Parameter:
     """
     parameter = module._parameters.get(name)
     if parameter is None:
-        raise Declined(f"{name} {COMPUTED} (weight_norm, spectral_norm, pruning) or missing")
+        raise Declined(f"{name} {COMPUTED} (spectral_norm, pruning) or missing")
     require_initialised(module, parameter)
     if parameter.is_complex():
         raise Declined("complex parameters")

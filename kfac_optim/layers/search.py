@@ -49,7 +49,7 @@ def _factory_for(module: nn.Module) -> tuple[LayerFactory | None, str]:
             "weights that are used without a layer have no rule"
         )
     if isinstance(module, ParametrizationList):
-        return None, f"what its layer uses {COMPUTED} (weight_norm, spectral_norm), of which this is one"
+        return None, f"what its layer uses {COMPUTED} (spectral_norm, orthogonal), of which this is one"
     return lookalike(module) or (None, f"no Kronecker rule for {_path(type(module))}")
 
 

@@ -82,7 +82,7 @@ class Refresher(Counted, pending_spread=Counter(None)):
         return self.in_progress is None and self.pace.is_due(config, step, self.last_refresh)
 
     def collects(self, config: Config, step: int, last: int | None) -> bool:
-        """Whether ``step`` collects statistics, which ``last`` was the last step to do; None: it is to do so at once."""
+        """Whether ``step`` collects statistics; ``last`` was the last one to do so, None if they are due at once."""
         return self.pace.collects(config, step, last, self.last_refresh)
 
     def communicates(self, config: Config, step: int, *, may_begin: bool) -> bool:
