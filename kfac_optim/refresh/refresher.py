@@ -263,9 +263,7 @@ class Refresher(Counted, pending_spread=Counter(None)):
         return {**super().counters(), "pending_spread": spread}
 
     def resume(self, counters: Mapping[str, Any], blocks: Sequence[Block]) -> None:
-        """Restores saved counters, after the blocks' saved states have been restored."""
-        self.load(counters)
-        self.pace.load(counters)
+        """Goes on with the refresh that was in progress, after counters and the blocks' states have been restored."""
         if self.in_progress is not None:  # what is left of it would be decomposed before anything else
             self.close()
             self._worker = Worker()

@@ -132,7 +132,8 @@ def load_checked(stages: Stages, states: Mapping[nn.Parameter, State], counters:
     """Copies checked states, in the engine's own precision, and rebuilds the decompositions."""
     config, blocks, refresher, comm = stages.config, stages.blocks, stages.refresher, stages.comm
     config.set_options(_loaded_options(config, counters))
-    stages.progress.load(counters)
+    for part in stages.counted:
+        part.load(counters)
     spreads = config.may_spread or counters.get("pending_spread", -1) >= 0
     stages.preconditioner.clear()  # its stacks hold the decompositions, and what these were made of
     for block in blocks:
@@ -143,9 +144,7 @@ def load_checked(stages: Stages, states: Mapping[nn.Parameter, State], counters:
             block.allocate(config.factor_dtype, comm.rank, spreads=spreads)
         if saved is not None:
             _copy_state(block.state, saved)
-    stages.averaging.load(counters)
     stages.averaging.clear()
-    stages.steering.load(counters)
     refresher.resume(counters, blocks)
     if states and not stages.closed:
         refresher.invalidate()

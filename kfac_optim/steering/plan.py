@@ -131,8 +131,3 @@ class Steering:
         for part in self.parts:
             if part is not self.opposition:
                 part.load({**part.counters(), **counters})
-
-    def load(self, counters: Mapping[str, Any]) -> None:
-        """Restores saved counters."""
-        for part in self.parts:
-            part.load(counters)

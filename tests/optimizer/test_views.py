@@ -149,8 +149,7 @@ def test_what_is_shown_of_a_closed_optimizer_is_that_it_is_closed() -> None:
     optimizer = KFACSGD(model, lr=0.1, **EVERY_STEP)
     train(model, optimizer, range(4))
     assert optimizer.curvature.reach > 0
-    steering = optimizer.curvature.stages.steering
-    steering.load({**optimizer.curvature.stages.counters(), "graft": 50, "brake": 0.5})
+    optimizer.curvature.stages.steering.take_over({"graft": 50, "brake": 0.5})
     assert (optimizer.curvature.report()["graft"], optimizer.curvature.report()["brake"]) == (0.5, 0.5)
     optimizer.curvature.close()
     title, *_, footer = str(optimizer.curvature).splitlines()
