@@ -117,9 +117,7 @@ class CurvatureEngine(Config):
         statistics = capture.take()
         stages.steering.opposition.begin_step(step, collects=capture.enabled)
         readings = Readings(gradients, lrs, lessons, statistics.flags)
-        moves = readings.rate != 0
-        trains = readings.largest > 0 and moves
-        self._is_noop = readings.largest == 0 and not moves
+        self._is_noop = readings.largest == readings.rate == 0
         if self._is_noop:  # which one rank may take alone, to save a state
             return True
         stages.prepare_ranks()
@@ -131,10 +129,10 @@ class CurvatureEngine(Config):
         if not blocks:  # everything trains by the base rule
             return True
         if capture.enabled:
-            self._take_up(statistics, readings, trains=trains)
+            self._take_up(statistics, readings)
         del statistics  # as large as the factors, so freed before a refresh needs memory
         refresher.rebuild(step, blocks)
-        self._refresh_if_due(trains=trains)
+        self._refresh_if_due(readings)
         refresher.work_off(step)
         stages.preconditioner.release(blocks)
         stages.restart_for_new_layers()
@@ -149,16 +147,13 @@ class CurvatureEngine(Config):
         self.skip_directions()  # other ranks may be waiting for them
         stages.prepare_statistics()
 
-    def _take_up(self, statistics: TakenStatistics, readings: Readings, *, trains: bool) -> None:
-        """Adds what was captured to the running averages (a collective).
-
-        ``readings``: have their flags; ``trains``: whether this step changes weights.
-        """
+    def _take_up(self, statistics: TakenStatistics, readings: Readings) -> None:
+        """Adds what was captured to the running averages (a collective); ``readings`` have the statistics' flags."""
         stages = self.stages
         blocks, alone, progress = stages.blocks, stages.ranks.alone, stages.progress
         averaging, sightings, opposition = stages.averaging, stages.sightings, stages.steering.opposition
         resolved = statistics.resolve(readings.numbers)
-        unseen = sightings.count_step(statistics, resolved, trains=trains)
+        unseen = sightings.count_step(statistics, resolved, trains=readings.trains)
         with stages.stopwatch.stage("factor update"):
             decay, reports = self.at("factor_decay", progress.step), [unseen, *opposition.report()]
             anything, (blind, *reported) = averaging.add(blocks, resolved, decay, self.slack, reports)
@@ -169,8 +164,8 @@ class CurvatureEngine(Config):
         progress.note_statistics()
         sightings.require()
 
-    def _refresh_if_due(self, *, trains: bool) -> None:
-        """Starts a refresh of the layers seen, if it is due; ``trains``: whether this step changes weights."""
+    def _refresh_if_due(self, readings: Readings) -> None:
+        """Starts a refresh of the layers seen, if it is due."""
         stages, progress, refresher = self.stages, self.stages.progress, self.stages.refresher
         step = progress.step
         if not refresher.is_due(self, step):
@@ -193,7 +188,7 @@ class CurvatureEngine(Config):
             progress.collect_next_step()
         has_gradients = any(layer.weight.grad is not None for layer in self.layers)
         stages.sightings.warn(blocks)
-        stages.sightings.require(missing=trains and seen_nothing and has_gradients)
+        stages.sightings.require(missing=readings.trains and seen_nothing and has_gradients)
 
     def directions(
         self,

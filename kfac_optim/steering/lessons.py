@@ -79,6 +79,11 @@ class Readings:
         self.lessons, self.largest = lessons, self.number(largest)
         self.rate = max((abs(self.number(r) if isinstance(r, Tensor) else r) for r in rates), default=0.0)
 
+    @property
+    def trains(self) -> bool:
+        """Whether the step changes weights because of gradients."""
+        return self.largest > 0 and self.rate != 0
+
     def numbers(self, tensor: Tensor | None) -> Sequence[float]:
         """The numbers in a tensor; none for None."""
         return () if tensor is None else self._found[tensor]
