@@ -60,7 +60,7 @@ class Preconditioner:
             Directions of the layers that have a decomposition and a moment.
         """
         damping, scaling, comm = self.config.damping_object, self.config.scaling, self.ranks.comm
-        ready = [block for block in blocks if block.in_use is not None]
+        ready = [block for block in blocks if block.has_direction]
         value = value_of(damping, step)
         exchanged = exchanged_blocks(ready, scaling, comm)
         with self.stopwatch.communication("gradient", comm.world_size) if exchanged else nullcontext():
@@ -88,12 +88,12 @@ class Preconditioner:
     def send_zeros(self, blocks: Sequence[Block]) -> None:
         """Takes part in the exchange of directions where this rank has none to send (a collective)."""
         if any(block.route for block in blocks):
-            ready = [block for block in blocks if block.in_use is not None]
+            ready = [block for block in blocks if block.has_direction]
             self._send_directions(ready, exchanged_blocks(ready, self.config.scaling, self.ranks.comm), [], [])
 
     def release(self, blocks: Sequence[Block]) -> None:
         """Lets go of decompositions that are no longer in use."""
-        ready = [block for block in blocks if block.in_use is not None]
+        ready = [block for block in blocks if block.has_direction]
         if self._stack_key != stack_key(ready, self.config.damping_object):
             self.clear()
 

@@ -109,7 +109,7 @@ class Steering:
         wanted = learns and traits.stretch is not False and is_of_largest(config.damping_object)
         stretches = wanted and (traits.stretch is True or self.opposition.in_game is False)
         steers = learns and not self.is_opposed(config)
-        changed = stretches and any(block.in_use is not None and block.reach > LEAST_REACH for block in blocks)
+        changed = stretches and any(block.has_direction and block.reach > LEAST_REACH for block in blocks)
         return Plan(
             trust=self.trust.value if steers else fixed,
             learns=learns,
