@@ -334,10 +334,10 @@ class KFACMixin(_Optimizer):
         stages, checked = self.curvature.stages, list[tuple[Any, Any]]()
 
         def check(_: Any, given: dict[str, Any]) -> None:
-            saved, counters, without = saved_parts(self, given, self._base_function())
-            if saved or counters:
-                engine_state.check_saved(stages, saved, counters, without)
-            checked.append((saved, counters))
+            states, counters, without = saved_parts(self, given, self._base_function())
+            if states or counters:
+                engine_state.check_saved(stages, states, counters, without)
+            checked.append((states, counters))
 
         stages.follow(self._parameters())  # a framework may have set the groups of the resumed run
         with unchanged_on_errors(self, checked):

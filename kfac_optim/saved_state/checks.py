@@ -29,13 +29,13 @@ def check_states(
     blocks: Iterable[Block],
     states: Mapping[nn.Parameter, Any],
     rank: int,
-    frozen: Collection[nn.Parameter] | None,
+    without: Collection[nn.Parameter] | None,
     *,
     pending: bool,
 ) -> None:
     """Raises ValueError unless a rank could load its factors from a state of all ranks or of its own.
 
-    ``frozen``: weights that may lack factors; None: all. ``pending``: whether factors of a refresh in progress must be
+    ``without``: weights that may lack factors; None: all. ``pending``: whether factors of a refresh in progress must be
     there; else they may be missing, but not damaged.
     """
     weights = {block.layer.weight: block for block in blocks}
@@ -46,7 +46,7 @@ def check_states(
         )
     for weight, block in weights.items() if states else ():
         known = weight in states
-        if not known and (frozen is None or weight in frozen):
+        if not known and (without is None or weight in without):
             continue
         problem = _problem(block, states[weight], rank, pending=pending) if known else "has no Kronecker factors"
         if problem:

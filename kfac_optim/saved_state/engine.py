@@ -102,11 +102,11 @@ def check_saved(
     stages: Stages,
     states: Mapping[nn.Parameter, Any],
     counters: Mapping[str, Any],
-    frozen: Collection[nn.Parameter] | None = None,
+    without: Collection[nn.Parameter] | None = None,
 ) -> None:
     """Raises ValueError or TypeError unless the state could be loaded; changes nothing.
 
-    ``frozen``: the weights that may have been frozen when it was saved, and then have no factors; None: all.
+    ``without``: weights of which nothing may have been saved, because they were frozen; None: all.
     """
     blocks = stages.blocks
     check_counters({name: each for part in stages.counted for name, each in part.COUNTERS.items()}, counters)
@@ -124,7 +124,7 @@ def check_saved(
                 f"but this rank has shard {own}: save the optimizer.state_dict() of every rank in a file of its "
                 "own, and load that; torch.distributed.checkpoint takes them for copies, and keeps one"
             )
-    check_states(blocks, states, stages.comm.rank, frozen, pending=counters["pending_spread"] >= 0)
+    check_states(blocks, states, stages.comm.rank, without, pending=counters["pending_spread"] >= 0)
     check_sums(blocks, states, counters)
 
 

@@ -40,7 +40,7 @@ def saved_parts(
         base_step: The base class's ``step``.
 
     Returns:
-        The layers' states by weight; the engine's numbers; and the parameters for which nothing was saved.
+        The layers' states by weight; the counters; and the parameters for which nothing was saved.
 
     Raises:
         ValueError: If the state is not an optimizer's, is damaged, or is of another model or kind of weight decay.
@@ -55,7 +55,7 @@ def saved_parts(
             f"the state has groups of {saved_sizes} parameters, the optimizer of {sizes}: build the optimizer over the "
             "same model and in the same groups as the one that was saved"
         )
-    layers, without = {}, set()
+    states, without = {}, set()
     for group, saved in zip(groups, saved_groups, strict=True):
         decoupled, own = saved.get(_DECOUPLED), group.get(_DECOUPLED)
         if saved.get("weight_decay") and None not in (decoupled, own) and decoupled != own:
@@ -71,14 +71,14 @@ def saved_parts(
             if not state:
                 without.add(parameter)
             if LAYER_STATE in state:
-                layers[parameter] = state[LAYER_STATE]
+                states[parameter] = state[LAYER_STATE]
             base = {key: value for key, value in state.items() if key != LAYER_STATE}
             problem = _base_problem(parameter, base, optimizer.state.get(parameter, {}), kinds)
             if problem:
                 raise ValueError(f"the state of parameter {i} {problem}")
     first: Mapping[str, Any] = saved_groups[0] if saved_groups else {}
-    numbers = {name.removeprefix(PREFIX): value for name, value in first.items() if name.startswith(PREFIX)}
-    return layers, numbers, without
+    counters = {name.removeprefix(PREFIX): value for name, value in first.items() if name.startswith(PREFIX)}
+    return states, counters, without
 
 
 @contextmanager
