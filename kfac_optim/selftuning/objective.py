@@ -12,7 +12,7 @@ is evaluated. The part of the change that is linear in the step is taken from th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -46,24 +46,23 @@ _UNSEEN = (
 class Objective:
     """A loss that is evaluated at other weights, by moving the weights there.
 
-    ``parts``: the examples of this rank that are evaluated; ``terms``: M, the number of its loss terms.
+    ``gradients``: its gradients, by parameter; ``parts``: the examples of this rank that are evaluated; ``terms``: M,
+    the number of its loss terms.
     """
 
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
-        gradients: Sequence[Tensor],
+        gradients: Mapping[nn.Parameter, Tensor],
         parts: Sequence[Part],
         terms: int,
         fisher: Fisher,
         comm: Communicator,
     ) -> None:
-        self.parameters: list[Tensor] = list(parameters)
-        self.gradients, self.parts = list(gradients), list(parts)
-        self.fisher, self.comm = fisher, comm
+        self.gradients, self.parameters = dict(gradients), list[Tensor](gradients)
+        self.parts, self.fisher, self.comm = list(parts), fisher, comm
         self._share = 1 / comm.world_size if comm.average_gradients else 1.0  # the weight of this rank's loss
         self._terms = max(1, terms)
-        self._weights = [p.detach().clone() for p in parameters]
+        self._weights = [p.detach().clone() for p in self.parameters]
         self._directions: list[Sequence[Tensor]] = []
         self._changes: list[list[Tensor]] = []  # u, by direction and part
         self._model: QuadraticModel | None = None
@@ -93,7 +92,7 @@ class Objective:
         def curvature(i: int, j: int) -> Tensor:
             return self._over_parts(lambda _, n: (roots[i][n] * roots[j][n]).sum() / self._terms)
 
-        same_everywhere = [*(_dot(self.gradients, v) for v in vs), *products]
+        same_everywhere = [*(_dot(self.gradients.values(), v) for v in vs), *products]
         own = [*(curvature(i, j) for i, j in pairs), torch.tensor(float(len(self.parts)), device="cpu")]
         numbers = self._sum([x / self.comm.world_size for x in same_everywhere] + own)
         slopes, products_, curvatures, seen = numbers.split([len(vs), len(pairs), len(pairs), 1])
@@ -182,7 +181,7 @@ class Objective:
         return total
 
 
-def _dot(u: Sequence[Tensor], v: Sequence[Tensor]) -> Tensor:
+def _dot(u: Iterable[Tensor], v: Iterable[Tensor]) -> Tensor:
     """The inner product of two directions, 0-dim."""
     products = [torch.dot(a.reshape(-1), b.reshape(-1)) for a, b in zip(u, v, strict=True)]
     return torch.stack([product.to(products[0]) for product in products]).sum()

@@ -172,16 +172,16 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         parts, terms = self._replay.take(1.0 if first else self.model_fraction, scaler.get_scale() if scaler else 1.0)
         if closure is not None:  # copied, because the closure overwrites them
             gradients = {p: g.clone() for p, g in gradients.items()}
-        objective = Objective(list(gradients), list(gradients.values()), parts, terms, self._fisher, engine.stages.comm)
+        objective = Objective(gradients, parts, terms, self._fisher, engine.stages.comm)
         interval = 1  # how many steps apart the loss is evaluated after a step
         change: Change = objective.change
         if isinstance(closure, _Closure):
             change, interval = functools.partial(self._change_of, closure, objective), _CLOSURE_STEPS
         try:
             if first:
-                self._start(objective, gradients, change, canonical=closure is None)
+                self._start(objective, change, canonical=closure is None)
             if self.lambda_.value:
-                self._take_best(objective, gradients, change, interval)
+                self._take_best(objective, change, interval)
         except BaseException:
             objective.put_back()
             raise
@@ -204,9 +204,7 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
                     "be changed, is optimizer.param_groups[0]['damping']"
                 )
 
-    def _start(
-        self, objective: Objective, gradients: Mapping[nn.Parameter, Tensor], change: Change, *, canonical: bool
-    ) -> None:
+    def _start(self, objective: Objective, change: Change, *, canonical: bool) -> None:
         """Checks the loss and, unless it was given, finds the first damping.
 
         The search begins at the curvature along the gradient, and divides by ten while a trial step lowers the loss by
@@ -214,7 +212,7 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         half of the best fall, because a damping that is too small rises fast and one that is too large falls slowly;
         else with the best, but only after up to two more trials, as on some networks the loss is higher in between.
         """
-        along = objective.model([[-g for g in gradients.values()]], None)
+        along = objective.model([[-g for g in objective.gradients.values()]], None)
         if not along.products > 0:  # all gradients are 0, as in a step that torch.distributed.checkpoint takes
             return
         if canonical:
@@ -225,7 +223,7 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         good, best, worse = 10 * damping, 0.0, 0
         for _ in range(_TRIALS):
             self.lambda_.set(damping)
-            c = objective.model(self._directions(gradients), None).minimum(damping)
+            c = objective.model(self._directions(objective.gradients), None).minimum(damping)
             objective.place(c)
             found = change(c)
             objective.put_back()
@@ -240,12 +238,10 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
             damping /= 10
         self.lambda_.set(good)
 
-    def _take_best(
-        self, objective: Objective, gradients: Mapping[nn.Parameter, Tensor], change: Change, interval: int
-    ) -> None:
+    def _take_best(self, objective: Objective, change: Change, interval: int) -> None:
         """Moves the weights to the minimum of the model, and back again if the loss turns out to have risen."""
+        gradients, last = objective.gradients, None
         states = [self.state[p] for p in gradients]
-        last = None
         if any(LAST_UPDATE in state for state in states):
             pairs = zip(states, gradients, strict=True)
             last = [state[LAST_UPDATE] if LAST_UPDATE in state else torch.zeros_like(p) for state, p in pairs]

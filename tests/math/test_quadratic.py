@@ -163,9 +163,7 @@ def test_the_coefficients_are_those_of_the_dense_fisher(case: str, parts: int, m
     parameters = list(model.parameters())
     vs = [[torch.randn_like(p) for p in parameters] for _ in range(3)]
     before = flat(parameters)
-    objective = Objective(
-        parameters, [p.grad for p in parameters], seen, terms, fisher, optimizer.curvature.stages.comm
-    )
+    objective = Objective({p: p.grad for p in parameters}, seen, terms, fisher, optimizer.curvature.stages.comm)
     found = objective.model(vs[:2], vs[2])
     dense = dense_fisher(model, x, fisher) / m
     rows = torch.stack([flat(v) for v in vs])
@@ -199,9 +197,7 @@ def test_a_part_of_the_examples_stands_for_all(kind: str, monkeypatch: pytest.Mo
         (loss(model(x), t) / len(x)).backward()
         parts, terms = optimizer._replay.take(fraction, 1.0)
         assert len(parts[0].output) == fraction * len(x)
-        objective = Objective(
-            parameters, [p.grad for p in parameters], parts, terms, fisher, optimizer.curvature.stages.comm
-        )
+        objective = Objective({p: p.grad for p in parameters}, parts, terms, fisher, optimizer.curvature.stages.comm)
         curvatures = objective.model(vs, None).curvatures
         objective.place(c := torch.tensor([0.1, 0.2]))
         found.append((curvatures, objective.change(c)))
