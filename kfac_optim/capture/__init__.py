@@ -22,7 +22,6 @@ Where to look::
     fisher.py          the distributions that the sampled Fisher draws from
     loss_terms.py      input and output of a model -> M
     taps.py            functions of torch that get a weight inside the call of a module
-    attention.py       what is special about attention there
     recurrent.py       recurrent modules, whose layers are inside one operation
     signs.py           signs of networks that train against each other
     weight_uses.py     weights that are used outside the calls of their modules

@@ -22,7 +22,6 @@ from torch._compile import _disable_dynamo
 from ..common.stopwatch import Stopwatch
 from ..distributed import is_sharded, own_part
 from ..layers import AttentionLayer, HostedLayer, KroneckerLayer, RecurrentLayer
-from .attention import AttentionTap
 from .autograd import (
     as_plain,
     beneath_transforms,
@@ -43,7 +42,7 @@ from .recurrent import RecurrentCalls
 from .sampling import SampledBackward
 from .signs import GameSigns
 from .statistics import TakenStatistics
-from .taps import Tap, remove_taps, tap_of
+from .taps import AttentionTap, Tap, remove_taps, tap_of
 from .weight_uses import WeightUses
 
 
