@@ -115,7 +115,7 @@ class CurvatureEngine(Config):
             for block in blocks:
                 block.note_trains()
         statistics = capture.take()
-        stages.steering.opposition.begin_step(step, collects=capture.enabled)
+        stages.steering.game.begin_step(step, collects=capture.enabled)
         readings = Readings(gradients, lrs, lessons, statistics.flags)
         self._is_noop = readings.largest == readings.rate == 0
         if self._is_noop:  # which one rank may take alone, to save a state
@@ -151,13 +151,13 @@ class CurvatureEngine(Config):
         """Adds what was captured to the running averages (a collective); ``readings`` have the statistics' flags."""
         stages = self.stages
         blocks, alone, progress = stages.blocks, stages.ranks.alone, stages.progress
-        averaging, sightings, opposition = stages.averaging, stages.sightings, stages.steering.opposition
+        averaging, sightings, game = stages.averaging, stages.sightings, stages.steering.game
         resolved = statistics.resolve(readings.numbers)
         unseen = sightings.count_step(statistics, resolved, trains=readings.trains)
         with stages.stopwatch.stage("factor update"):
-            decay, reports = self.at("factor_decay", progress.step), [unseen, *opposition.report()]
+            decay, reports = self.at("factor_decay", progress.step), [unseen, *game.report()]
             anything, (blind, *reported) = averaging.add(blocks, resolved, decay, self.slack, reports)
-            opposition.hear(reported)
+            game.hear(reported)
             sightings.note(blocks, resolved, blind=blind > 0 and not anything, alone=alone)
             if alone or stages.ranks.assignment.shares_factors:
                 averaging.pool(blocks)
@@ -170,7 +170,7 @@ class CurvatureEngine(Config):
         step = progress.step
         if not refresher.is_due(self, step):
             return
-        if stages.is_opposed:  # nobody needs directions: it is put off until they do
+        if stages.sits_out:  # nobody needs directions: it is put off until they do
             refresher.refresh_next_step()
             return
         blocks, pace = stages.blocks, refresher.pace

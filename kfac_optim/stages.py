@@ -210,9 +210,9 @@ class Stages:
         return Plan() if self.closed else self.steering.plan(self.blocks, self.progress.step, self.config)
 
     @property
-    def is_opposed(self) -> bool:
+    def sits_out(self) -> bool:
         """Whether steps are left to the base optimizer because networks seem to train against each other."""
-        return self.steering.is_opposed(self.config)
+        return self.steering.sits_out(self.config)
 
     def prepare_statistics(self, *, collects: bool = True) -> None:
         """Decides, before the forward pass of the coming step, whether it collects statistics, if ``collects``."""
@@ -250,7 +250,7 @@ class Stages:
         """
         blocks, alone, progress = self.blocks, self.ranks.alone, self.progress
         self.steering.watch.note(())
-        self.steering.opposition.recover()
+        self.steering.game.recover()
         self.sightings.note_lost()
         if any(block.state for block in blocks):  # a state with the factors of some layers is not whole
             self.allocate(blocks)
@@ -312,7 +312,7 @@ class Stages:
             return
         step, refresher = self.ranks.common_step(self.progress.step, skipped=not finite), self.refresher
         pools = refresher.collects(self.config, step, self.progress.last_statistics)
-        if pools or refresher.communicates(self.config, step, may_begin=not self.is_opposed):
+        if pools or refresher.communicates(self.config, step, may_begin=not self.sits_out):
             self.compare()
 
     def compare(self, **more: Any) -> None:

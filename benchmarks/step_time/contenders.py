@@ -48,7 +48,7 @@ def hold_trust(engine: CurvatureEngine, value: float) -> None:
     steering.trust = Held(value)
     for part in (steering.graft, steering.brake):
         vars(part)["learn"] = lambda *_: None
-    steering.opposition.load({"opposes": 0})
+    steering.game.load({"opposes": 0})
 
 
 @dataclass(frozen=True)

@@ -185,7 +185,7 @@ def overview(engine: Staged) -> str:
             title += f", reach up to {largest:.2g}" if largest > LEAST_REACH else ", reach at its least"
     if stages.closed:
         title += ", closed: steps are the base class's own"
-    elif stages.is_opposed:
+    elif stages.sits_out:
         title += ", steps left to the base optimizer: two networks seem to train against each other"
         title += " (if actor and critic: scaling=Graft(stretch=True))"
     remarks = []

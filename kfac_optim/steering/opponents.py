@@ -57,19 +57,19 @@ class Opponents:
         if self._begun.pop(id(who), self.taken) == self.taken:  # none was taken inside it
             self.taken += 1
 
-    def step(self, who: object, *, opposes: bool) -> None:
-        """Counts a step of an optimizer; ``opposes``: whether the optimizer is known to train against others."""
+    def step(self, who: object, *, is_opponent: bool) -> None:
+        """Counts a step of an optimizer; ``is_opponent``: whether it is known to train against others."""
         self._steps += 1
         self._first_steps.setdefault(who, self._steps)
-        self.note(who, opposes=opposes)
+        self.note(who, is_opponent=is_opponent)
 
-    def resume(self, who: object, *, opposes: bool) -> None:
+    def resume(self, who: object, *, is_opponent: bool) -> None:
         """Registers an optimizer that goes on from a saved state.
 
         It counts as older than every step of this process, so that an opponent loaded beside it is seen.
         """
         self._first_steps[who] = -1
-        self.note(who, opposes=opposes)
+        self.note(who, is_opponent=is_opponent)
 
     def copy(self, who: object, copied: object) -> None:
         """Registers a copy of an optimizer, which inherits the original's opponents and its status as an opponent."""
@@ -77,9 +77,9 @@ class Opponents:
             if who in steps:
                 steps[copied] = steps[who]
 
-    def note(self, who: object, *, opposes: bool) -> None:
+    def note(self, who: object, *, is_opponent: bool) -> None:
         """Records whether an optimizer is known to train against others."""
-        if opposes:
+        if is_opponent:
             self._last_steps[who] = self._steps
         else:
             self._last_steps.pop(who, None)
@@ -99,7 +99,7 @@ register_optimizer_step_pre_hook(_disable_dynamo(lambda who, *_: OPPONENTS.begin
 register_optimizer_step_post_hook(_disable_dynamo(lambda who, *_: OPPONENTS.end(who)))
 
 
-class Opposition(Counted, captured_lost=Counter(False, 1), added_lost=Counter(False, 1)):  # kept by signs
+class Game(Counted, captured_lost=Counter(False, 1), added_lost=Counter(False, 1)):  # kept by signs
     """Whether the network of one optimizer trains against another one.
 
     Attributes:
@@ -160,7 +160,7 @@ class Opposition(Counted, captured_lost=Counter(False, 1), added_lost=Counter(Fa
         """Learns from what was seen before this step, which is not skipped; several ranks do by :meth:`hear`."""
         if self._ranks.alone:
             self._judge(*self._seen)
-        OPPONENTS.step(self, opposes=self.is_opponent)
+        OPPONENTS.step(self, is_opponent=self.is_opponent)
 
     def report(self) -> list[bool]:
         """What this rank reports to the others: both signs, and whether other networks train against each other."""
@@ -171,7 +171,7 @@ class Opposition(Counted, captured_lost=Counter(False, 1), added_lost=Counter(Fa
         if not self._ranks.alone:
             captured, added, self.all_see_opponents = (ranks == self._ranks.comm.world_size for ranks in reports)
             self._judge(None if self._captured is None else captured, added)
-            OPPONENTS.note(self, opposes=self.is_opponent)
+            OPPONENTS.note(self, is_opponent=self.is_opponent)
 
     @property
     def _seen(self) -> tuple[bool | None, bool]:
@@ -189,7 +189,7 @@ class Opposition(Counted, captured_lost=Counter(False, 1), added_lost=Counter(Fa
         return bool(self.opposes) or self.throws.bit_count() > 1
 
     @property
-    def in_game(self) -> bool | None:
+    def is_on(self) -> bool | None:
         """Whether networks, this one or others, are known to train against each other.
 
         None: that is not known yet, before the second step that collects statistics.
@@ -216,13 +216,13 @@ class Opposition(Counted, captured_lost=Counter(False, 1), added_lost=Counter(Fa
         self._added, self._taken_if_alone = False, OPPONENTS.taken
         captured, added = (bool(counters.get(name)) for name in ("captured_lost", "added_lost"))
         self._signs.restore(captured=captured, added=added)
-        OPPONENTS.resume(self, opposes=self.is_opponent)
+        OPPONENTS.resume(self, is_opponent=self.is_opponent)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _taken_if_alone=OPPONENTS.taken)
-        OPPONENTS.resume(self, opposes=self.is_opponent)
+        OPPONENTS.resume(self, is_opponent=self.is_opponent)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Opposition:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Game:
         copied = object.__new__(type(self))
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo), _taken_if_alone=OPPONENTS.taken)
         OPPONENTS.copy(self, copied)

@@ -23,7 +23,7 @@ from .brake import Brake
 from .constraints import WeightWatch
 from .graft import GraftShare
 from .lessons import Readings
-from .opponents import Opposition
+from .opponents import Game
 from .reach import LEAST_REACH, RateHistory, learn_reaches, lower_reaches
 from .trust import Trust
 
@@ -62,19 +62,19 @@ class Steering:
         graft: How far K-FAC's directions are scaled to the length of the base optimizer's updates.
         brake: How long the base optimizer's updates usually are.
         rate_history: How the learning rate has changed; reaches are tied to it.
-        opposition: Whether the network trains against another one; then its steps are the base optimizer's own.
+        game: Whether the network trains against another one; then its steps are the base optimizer's own.
         watch: Finds weights that were changed since the last step; nothing is learned from their stretches.
         too_long: The parameters of layers whose last stretch was too long or undone. No other step may repeat it.
     """
 
     def __init__(self, ranks: Ranks, signs: GameSigns) -> None:
         self.trust, self.graft, self.brake = Trust(), GraftShare(), Brake()
-        self.rate_history, self.opposition, self.watch = RateHistory(), Opposition(ranks, signs), WeightWatch()
+        self.rate_history, self.game, self.watch = RateHistory(), Game(ranks, signs), WeightWatch()
         self.too_long: set[nn.Parameter] = set()
 
     def learn(self, blocks: Sequence[Block], readings: Readings) -> None:
         """Learns from what the gradients of a step say about the last step; also moves the reaches of the blocks."""
-        self.opposition.learn()
+        self.game.learn()
         if (lessons := readings.lessons) is not None:
             self.brake.learn(readings.number(lessons.length))
             self.trust.learn(readings.number(lessons.turn), readings.number(lessons.average), grows=lessons.grows)
@@ -87,12 +87,12 @@ class Steering:
             self.too_long = learn_reaches(blocks, slopes, undone, warms_up=warms_up, grows=lessons.grows) | undone
         lower_reaches(blocks, self.rate_history.rise(readings.rate))
 
-    def is_opposed(self, config: Config) -> bool:
+    def sits_out(self, config: Config) -> bool:
         """Whether networks seem to train against each other (:mod:`~.opponents`) where trust is learned.
 
         The step is then the base optimizer's own, and trust does not move.
         """
-        if not (config.turns_steps and self.opposition.in_game):
+        if not (config.turns_steps and self.game.is_on):
             return False
         traits = traits_of(config.scaling)
         return traits.trust is None and traits.stretch is not True
@@ -107,8 +107,8 @@ class Steering:
         given = traits.trust if config.turns_steps else 1.0
         learns, fixed = given is None, 0.0 if given is None else float(given)
         wanted = learns and traits.stretch is not False and is_of_largest(config.damping_object)
-        stretches = wanted and (traits.stretch is True or self.opposition.in_game is False)
-        steers = learns and not self.is_opposed(config)
+        stretches = wanted and (traits.stretch is True or self.game.is_on is False)
+        steers = learns and not self.sits_out(config)
         changed = stretches and any(block.has_direction and block.reach > LEAST_REACH for block in blocks)
         return Plan(
             trust=self.trust.value if steers else fixed,
@@ -127,7 +127,7 @@ class Steering:
         return [part for part in vars(self).values() if isinstance(part, Counted)]
 
     def take_over(self, counters: Mapping[str, Any]) -> None:
-        """Takes over some counters from another rank; opposition has none that rounding could make different."""
+        """Takes over some counters from another rank; the game has none that rounding could make different."""
         for part in self.parts:
-            if part is not self.opposition:
+            if part is not self.game:
                 part.load({**part.counters(), **counters})

@@ -624,7 +624,7 @@ def train_beside_a_player(rank: int, world_size: int) -> list[Tensor]:
         optimizer.zero_grad()
         (model(x) - x.roll(1, 1)).square().mean().backward()
         optimizer.step()
-    assert rank or local.curvature.stages.steering.opposition.is_opponent
+    assert rank or local.curvature.stages.steering.game.is_opponent
     assert optimizer.curvature.stages.plan().stretches
     return values(model)
 

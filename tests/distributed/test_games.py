@@ -107,7 +107,7 @@ def left_alone(rank: int, world_size: int) -> list[Tensor]:
     assert [optimizer.curvature.stages.refresher.refreshes for optimizer in game.optimizers] == [1, 1]
     assert all(engine.stages.comm.traffic[kind] == sent[kind] for kind in ("factors", "decompositions"))
     step = STEPS
-    while engine.stages.is_opposed:
+    while engine.stages.sits_out:
         assert engine.stages.refresher.refreshes == 1 and step < STEPS + 40
         game.play(step, step + 1, generator_first=False, generates=False)
         step += 1

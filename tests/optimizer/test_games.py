@@ -102,7 +102,7 @@ class Game:
 def test_players_neither_refresh_nor_learn(kfac: Any, how: dict[str, Any]) -> None:
     game = Game(kfac, how)
     game.play(KNOWN)
-    assert game.done == [(1, 3)] * 2 and all(engine.stages.is_opposed for engine in game.engines)
+    assert game.done == [(1, 3)] * 2 and all(engine.stages.sits_out for engine in game.engines)
     for engine in game.engines:
         engine.stages.steering.graft.hundredths, engine.stages.steering.trust.memory = 50, 5
     game.play(20)
@@ -137,7 +137,7 @@ def test_a_refresh_at_once_when_the_game_ends(
     game.play(20)
     engine, alone = game.engines[player], {"generates": player == 0, "discriminates": player == 1}
     before = pickle.dumps(game)
-    while engine.stages.is_opposed:
+    while engine.stages.sits_out:
         assert engine.stages.refresher.refreshes == 1 and engine.step_count <= 20 + opponents._LATELY
         before = pickle.dumps(game)
         game.play(1, **alone)
@@ -154,7 +154,7 @@ def test_a_refresh_at_once_when_the_game_ends(
         "as scheduled from then on"
     )
     other: Game = pickle.loads(before)
-    other.engines[player].stages.steering.opposition.load({"opposes": 0})  # nor is anybody else known to be in a game
+    other.engines[player].stages.steering.game.load({"opposes": 0})  # nor is anybody else known to be in a game
     other.engines[player].stages.refresher.refresh_next_step()
     monkeypatch.setattr(opponents, "OPPONENTS", opponents.Opponents())
     other.play(1, **alone)
@@ -165,7 +165,7 @@ def test_a_refresh_that_was_not_due_in_a_game_is_made_when_it_is_due() -> None:
     game = Game(KFACAdam, {"lr": 0.01, "inv_update_steps": 60, "factor_update_steps": 4})
     game.play(10)
     game.play(30, generates=False)
-    assert not game.engines[1].stages.is_opposed and game.engines[1].stages.refresher.refreshes == 1
+    assert not game.engines[1].stages.sits_out and game.engines[1].stages.refresher.refreshes == 1
     game.play(22, generates=False)
     assert game.done[1][0] == 2 and game.engines[1].stages.refresher.last_refresh == 60
 
@@ -183,20 +183,20 @@ def test_a_game_that_only_statistics_show_is_watched_by_them() -> None:
     """The discriminator's. A generator knows of its opponent without them."""
     game = Game(KFACAdam, {"lr": 0.01}, zeroed_at_once=True)
     game.play(22)
-    assert all(engine.stages.is_opposed for engine in game.engines)
+    assert all(engine.stages.sits_out for engine in game.engines)
     game.play(2, generates=False)
-    assert game.engines[1].stages.is_opposed
+    assert game.engines[1].stages.sits_out
     game.play(1, generates=False)  # the next step with statistics
-    assert not game.engines[1].stages.is_opposed and game.done[1] == (2, 24)
+    assert not game.engines[1].stages.sits_out and game.done[1] == (2, 24)
 
 
 @pytest.mark.parametrize("zeroed_at_once", [False, True])
 def test_two_who_throw_gradients_away_do_not_keep_each_other_in_the_game(zeroed_at_once: bool) -> None:
     game = Game(KFACAdam, {"lr": 0.01}, zeroed_at_once=zeroed_at_once, detached=False)
     game.play(20)
-    assert all(engine.stages.steering.opposition.opposes for engine in game.engines)
+    assert all(engine.stages.steering.game.opposes for engine in game.engines)
     game.train_apart(opponents._LATELY + 3)
-    assert not any(engine.stages.is_opposed for engine in game.engines)
+    assert not any(engine.stages.sits_out for engine in game.engines)
     assert all(refreshes > 1 for refreshes, _ in game.done)
 
 
@@ -247,8 +247,8 @@ def test_a_step_that_fails_is_none_that_was_taken_alone(monkeypatch: pytest.Monk
         with pytest.raises(pytest.fail.Exception, match="out of memory"):
             game.play(1)
     game.play(2)  # gradients are thrown away before the second step
-    opposition = game.engines[1].stages.steering.opposition
-    assert (opposition.since_lost, opposition.alone_for) == (1, 0)
+    known = game.engines[1].stages.steering.game
+    assert (known.since_lost, known.alone_for) == (1, 0)
 
 
 def test_what_a_skipped_step_has_seen_of_a_game_is_saved() -> None:
@@ -269,9 +269,9 @@ def test_a_dropped_player_is_forgotten_though_its_last_loss_is_kept() -> None:
     game = Game(*CLASSES[0])
     game.play(6)
     generator = game.optimizers[0]
-    assert generator.curvature.stages.is_opposed
+    assert generator.curvature.stages.sits_out
     loss = game._judged(torch.randn(8, 3), torch.randn(8, 4))
     game.optimizers, game.discriminator = [generator], nn.Linear(3, 1)
     gc.collect()
-    assert not generator.curvature.stages.is_opposed
+    assert not generator.curvature.stages.sits_out
     assert loss.requires_grad

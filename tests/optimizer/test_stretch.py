@@ -592,9 +592,7 @@ def test_a_discriminator_is_not_stretched(zero: Any, generator_first: bool, froz
         if not generator_first:
             generate()
     copied = copy.deepcopy(((generator, discriminator), players))
-    assert all(
-        opponents.OPPONENTS.exist_for(player.curvature.stages.steering.opposition) for player in copied[1].values()
-    )
+    assert all(opponents.OPPONENTS.exist_for(player.curvature.stages.steering.game) for player in copied[1].values())
     for player in players.values():
         assert player.curvature.reach == 0
         title = repr(player.curvature).partition("\n")[0]
@@ -603,7 +601,7 @@ def test_a_discriminator_is_not_stretched(zero: Any, generator_first: bool, froz
         assert not any("kfac_stretch" in state for state in player.state.values())
     resumed = KFACAdam(discriminator.parameters(), **options(0.01))
     resumed.load_state_dict(players[discriminator].state_dict())
-    assert resumed.curvature.stages.steering.opposition.opposes
+    assert resumed.curvature.stages.steering.game.opposes
     players[discriminator] = resumed
     for _ in range(20):  # without the discriminator from now on
         zero(generator, players[generator])
@@ -637,7 +635,7 @@ def test_players_take_the_steps_of_the_base_class(
 
     for _ in range(4):
         step(plays=True)
-    assert optimizer.curvature.stages.is_opposed
+    assert optimizer.curvature.stages.sits_out
     steering = optimizer.curvature.stages.steering
     steering.trust.notches = 5
     twin = copy.deepcopy(player)
@@ -653,7 +651,7 @@ def test_players_take_the_steps_of_the_base_class(
         assert steering.trust.notches == 5 and optimizer.curvature.report()["trust"] == 0
     for _ in range(opponents._LATELY + 2):
         step(plays=False)
-    assert not optimizer.curvature.stages.is_opposed and optimizer.curvature.stages.plan().trust == steering.trust.value
+    assert not optimizer.curvature.stages.sits_out and optimizer.curvature.stages.plan().trust == steering.trust.value
 
 
 class Chain(nn.Module):
@@ -678,7 +676,7 @@ def is_a_game(between: Any, second: nn.Module | None = None, *, steps: int = 6) 
         optimizer.zero_grad()
         model.second(torch.randn(6, 2)).square().mean().backward()
         optimizer.step()
-    return optimizer.curvature.stages.steering.opposition.is_opponent
+    return optimizer.curvature.stages.steering.game.is_opponent
 
 
 def train_the_first(model: Chain, x: Tensor) -> None:
@@ -742,7 +740,7 @@ def test_players_may_be_stretched_all_the_same() -> None:
         optimizer.zero_grad()
         backward(model, data(), loss)
         optimizer.step()
-    assert optimizer.curvature.stages.steering.opposition.opposes and optimizer.curvature.reach > 0
+    assert optimizer.curvature.stages.steering.game.opposes and optimizer.curvature.reach > 0
     assert "reach up to" in repr(optimizer.curvature)
 
 
@@ -788,10 +786,10 @@ def test_a_discriminator_is_known_by_what_is_added_to_its_last_gradients(
         resumed.load_state_dict(own.state_dict())
     loaded = through_a_file((models, ours, theirs), plain=False)
     for trio in ((models, ours, theirs), (models, *again), loaded):
-        assert trio[2].curvature.stages.steering.opposition.is_opponent
-        assert trio[1].curvature.reach == 0 and not trio[1].curvature.stages.steering.opposition.is_opponent
+        assert trio[2].curvature.stages.steering.game.is_opponent
+        assert trio[1].curvature.reach == 0 and not trio[1].curvature.stages.steering.game.is_opponent
         play(*trio)
-        assert trio[2].curvature.stages.steering.opposition.is_opponent and trio[1].curvature.reach == 0
+        assert trio[2].curvature.stages.steering.game.is_opponent and trio[1].curvature.reach == 0
     assert not any("kfac_stretch" in state for state in ours.state.values())
 
 
@@ -810,7 +808,7 @@ def test_what_is_cleared_twice_or_after_a_skipped_step_is_no_opponents() -> None
             model.zero_grad(set_to_none=False)
         optimizer.zero_grad(set_to_none=False)
         optimizer.zero_grad(set_to_none=False)
-    assert optimizer.curvature.stages.steering.opposition.throws == 0
+    assert optimizer.curvature.stages.steering.game.throws == 0
     hooks = [p._post_accumulate_grad_hooks for p in model.parameters() if p._post_accumulate_grad_hooks]
     assert len(hooks) == 0  # of no step that has passed
 
@@ -954,7 +952,7 @@ def test_who_throws_gradients_away_alone_has_no_opponent(rival: Any, go_on: Any)
         optimizer.zero_grad()
         backward(model, data(), loss)
         optimizer.step()
-        seen.append(optimizer.curvature.stages.steering.opposition.is_opponent)
+        seen.append(optimizer.curvature.stages.steering.game.is_opponent)
     assert all(seen[2:15]) and seen[-1] == bool(players)
     assert (optimizer.curvature.reach > 0) == (not players)
 
@@ -996,7 +994,7 @@ def test_whoever_goes_on_knows_that_frozen_layers_have_served_others(go_on: Any)
         optimizer.zero_grad()
         backward(model, data(), loss)
         optimizer.step()
-        assert optimizer.curvature.stages.steering.opposition.opposes is not False
+        assert optimizer.curvature.stages.steering.game.opposes is not False
 
 
 def test_loading_a_state_forgets_that_frozen_layers_have_served_others() -> None:
@@ -1067,16 +1065,16 @@ def test_a_skipped_step_makes_no_opponent() -> None:
             optimizer.zero_grad()
             backward(model, data(), loss)
         optimizer.step()
-        known.append(optimizer.curvature.stages.steering.opposition.opposes)
+        known.append(optimizer.curvature.stages.steering.game.opposes)
     assert known == [None, False, False, False, False, False]
     registry, here, there = opponents.Opponents(), nn.Identity(), nn.Identity()
-    registry.step(there, opposes=True)
-    registry.step(here, opposes=False)
+    registry.step(there, is_opponent=True)
+    registry.step(here, is_opponent=False)
     assert not registry.exist_for(here)
-    registry.step(there, opposes=True)
+    registry.step(there, is_opponent=True)
     assert registry.exist_for(here)
     for _ in range(20):
-        registry.step(here, opposes=False)
+        registry.step(here, is_opponent=False)
     assert not registry.exist_for(here)
 
 

@@ -107,7 +107,7 @@ class Over:
 
 def test_a_copy_meets_no_opponents_that_its_original_does_not_meet() -> None:
     over = Over()
-    OPPONENTS.step(over, opposes=True)
+    OPPONENTS.step(over, is_opponent=True)
     model = make_model()
     optimizer = KFACSGD(model, lr=0.05, momentum=0.9, factor_update_steps=1, inv_update_steps=1)
     train(model, optimizer, range(4))
