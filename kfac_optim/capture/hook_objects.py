@@ -6,7 +6,7 @@ A hook holds its owner weakly, so that a model keeps no optimizer alive, and doe
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Set
 from typing import Any
 
 import torch
@@ -164,6 +164,26 @@ class Hooks:
         """Removes all hooks."""
         while self._handles:
             self._handles.pop().remove()
+
+
+def modules_to_hook(watched: Set[nn.Module], roots: Iterable[nn.Module]) -> dict[nn.Module, str]:
+    """The modules in ``roots`` that are watched or have one that is inside.
+
+    Each comes with the text for :meth:`Hooks.begin`: the parts of it, and of those around it, that have weights but no
+    hooks.
+    """
+    every = dict.fromkeys(module for root in roots for module in root.modules())
+    # torch.compile(part) wraps the part: only the part is hooked, as dynamo takes the two for one module.
+    unwrapped = [module for module in every if "_orig_mod" not in module._modules]
+    hooked = dict.fromkeys(module for module in unwrapped if any(child in watched for child in module.modules()))
+    own: dict[nn.Module, str] = {}
+    around: dict[nn.Module, set[str]] = {module: set() for module in every}  # a module may be in several
+    for module in every:
+        parts = [(name, part) for name, part in module.named_children() if part not in hooked]
+        own[module] = " ".join(name for name, part in parts if next(nn.Module.parameters(part), None) is not None)
+        for part in module.children():
+            around[part].add(own[module])
+    return {module: "/".join([own[module], *sorted(around[module])]) for module in hooked}
 
 
 class _NumberedHook:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from .autograd import (
 from .calls import ModelCall, ModelCalls, input_of
 from .compiled import CompiledCalls, place_of
 from .fisher import Fisher
-from .hook_objects import EagerHook, FirstHook, Hook, Hooks
+from .hook_objects import EagerHook, FirstHook, Hook, Hooks, modules_to_hook
 from .loss_terms import LossTerms, main_tensor
 from .microbatch import BackwardPasses
 from .recorder import Recorder, dense_input
@@ -157,16 +157,13 @@ class Capture:
             if isinstance(layer, HostedLayer):
                 for number, host in enumerate(layer.hosts):
                     hosted.setdefault(host, []).append(((index, number), layer))
-                continue
-            if isinstance(layer, RecurrentLayer):
+            elif isinstance(layer, RecurrentLayer):
                 recurrent.setdefault(layer.host, []).append((index, layer))
-                continue
-            for number, module in enumerate(layer.modules):
-                uses.setdefault(module, []).append((index, number))
-        containing = _containing({*uses, *hosted, *recurrent}, roots)
-        unwatched = _unwatched_parts(containing, roots)
-        for module in containing:
-            self._hooks.begin(module, unwatched[module])
+            else:
+                for number, module in enumerate(layer.modules):
+                    uses.setdefault(module, []).append((index, number))
+        for module, unwatched in modules_to_hook({*uses, *hosted, *recurrent}, roots).items():
+            self._hooks.begin(module, unwatched)
             own = uses.get(module, [])
             # Those of layers run first, because other hooks may change the output. Only the hooks of tensor parallelism
             # run before them, since they turn DTensors into local tensors.
@@ -367,27 +364,6 @@ class Capture:
 
     def _on_host_end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         remove_taps(module)
-
-
-def _unwatched_parts(watched: Collection[nn.Module], roots: Iterable[nn.Module]) -> dict[nn.Module, str]:
-    """For each watched module, which parts of it and of the modules around it have weights but are not watched."""
-    every, known = dict.fromkeys(module for root in roots for module in root.modules()), set(watched)
-    own: dict[nn.Module, str] = {}
-    around: dict[nn.Module, set[str]] = {module: set() for module in every}  # a module may be in several
-    for module in every:
-        parts = [(name, part) for name, part in module.named_children() if part not in known]
-        own[module] = " ".join(name for name, part in parts if next(nn.Module.parameters(part), None) is not None)
-        for part in module.children():
-            around[part].add(own[module])
-    return {module: "/".join([own[module], *sorted(around[module])]) for module in watched}
-
-
-def _containing(watched: Set[nn.Module], roots: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules in ``roots`` that are watched or have one that is inside, each once."""
-    every = dict.fromkeys(module for root in roots for module in root.modules())
-    # torch.compile(part) wraps the part: only the part is hooked, as dynamo takes the two for one module.
-    unwrapped = [module for module in every if "_orig_mod" not in module._modules]
-    return [module for module in unwrapped if any(child in watched for child in module.modules())]
 
 
 def _needs_gradient(a: Any, output: Any) -> bool:
