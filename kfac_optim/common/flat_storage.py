@@ -26,13 +26,6 @@ def _templates(shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
     return [torch.empty(shape, device="meta") for shape in shapes]  # cached: making these takes longer than the views
 
 
-def flat_view(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Several tensors as a view of one vector; None if they do not lie one after the other in one storage."""
-    if len(tensors) < 2 or not are_adjacent(tensors):
-        return None
-    return tensors[0].as_strided((sum(t.numel() for t in tensors),), (1,), tensors[0].storage_offset())
-
-
 def are_adjacent(tensors: Sequence[Tensor]) -> bool:
     """Whether tensors, at least one, are contiguous and lie one after the other in one storage."""
     storage, dtype, start = tensors[0].untyped_storage()._cdata, tensors[0].dtype, tensors[0].storage_offset()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..bases import Bucket, records
 from ..bases.state_keys import MOMENT
-from ..common.flat_storage import flat_view
+from ..common.flat_storage import are_adjacent
 from ..common.machines import is_asynchronous
 from ..common.rates import Scalar, common_rate, rate_of
 from ..distributed import any_sharded, largest_entry
@@ -199,7 +199,9 @@ def _largest_of(gradients: Sequence[Tensor], copies: Copies) -> Tensor | None:
 
 def _together(numbers: Sequence[Tensor]) -> Tensor:
     """Joins 0-dim tensors into one, on an accelerator as a view while they share one storage."""
+    first = numbers[0]
     if not any(is_asynchronous(number.device) for number in numbers):
         return torch.stack(list(numbers))
-    view = flat_view(numbers)
-    return torch.stack([number.to(numbers[0]) for number in numbers]) if view is None else view
+    if are_adjacent(numbers):
+        return first.as_strided((len(numbers),), (1,), first.storage_offset())
+    return torch.stack([number.to(first) for number in numbers])
