@@ -172,8 +172,8 @@ class KFACMixin(_Optimizer):
             with self._layer_states_handed_over():
                 buckets = buckets_of(self)
                 gradients, lrs = gradients_of(buckets), [rate_of(group) for group in self.param_groups]
-                idle, watch = stages.closed or stages.sits_out, stages.steering.watch
-                lessons = None if idle else lessons_of(self, buckets, watch)
+                learns = not (stages.closed or stages.sits_out)
+                lessons = lessons_of(self, buckets, stages.steering.watch) if learns else None
                 if engine.update(list(gradients.values()), lrs, lessons):
                     self._update_weights(buckets, closure)
                     engine.advance(gradients)
