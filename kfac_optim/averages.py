@@ -40,7 +40,7 @@ class Averaging(Counted):
 
     Factors are stored in ``dtype``, and sums kept in float32 at least. ``ranks``: those that pool their moments;
     ``summed``: whether the loss is a sum; ``sampled``: whether the gradients are those of sampled targets
-    (:meth:`terms_of_rank`).
+    (:meth:`scale_of_rank`).
 
     Attributes:
         skipped_batches: How many micro-batches of all ranks were left out because a moment was not finite.
@@ -85,9 +85,9 @@ class Averaging(Counted):
             _require_fit(blocks[index], moments)
         self._scale_(own, statistics.terms)
         # M belongs to the loss, so G also counts the terms of ranks that did not use the layer: their gradient is zero.
-        counts = [(0.0, self.terms_of_rank(*statistics.all_terms)[1])] * len(blocks)
+        counts = [(0.0, self.terms_of_rank(*statistics.all_terms))] * len(blocks)
         for index in own:
-            counts[index] = statistics.rows[index], self.terms_of_rank(*statistics.terms[index])[1]
+            counts[index] = statistics.rows[index], self.terms_of_rank(*statistics.terms[index])
         seen, (all_skips, *reported) = self._of_all_ranks(blocks, counts, own, [statistics.skipped, *reports])
         self.skipped_batches += all_skips
         anything = False
@@ -133,32 +133,36 @@ class Averaging(Counted):
             seen, others = comm.sum([seen, others], "counts")
         return seen.tolist(), list(map(int, others.tolist()))
 
-    def terms_of_rank(self, terms: int, finite: int) -> tuple[float, float]:
-        """This rank's share of the moment ``M^2 sum g g^T`` and of its count M.
+    def terms_of_rank(self, terms: int, finite: int) -> float:
+        """This rank's share of M, the count of G.
 
-        If the loss is a mean, M is R ``terms`` on R ranks with equal batches. If the ranks' gradients are averaged, a
-        local g counts as g / R, so that it adds ``terms^2 g g^T`` to the moment; if they are added up, it adds
-        ``(R terms)^2 g g^T``. A loss that is a sum has M = 1, however many backward passes and ranks it is spread over.
-        The gradient for sampled targets is that of the sum of the terms, not of their mean.
+        If the loss is a mean, M is R ``terms`` on R ranks with equal batches. A loss that is a sum has M = 1, however
+        many backward passes and ranks it is spread over.
 
         Args:
             terms: M of all micro-batches of the step, by whose number gradients are scaled.
             finite: M of those that count, because they are finite.
+        """
+        return 1 / self.ranks.comm.world_size * finite / max(1, terms) if self.summed else finite
 
-        Returns:
-            The factor for the rank's own ``sum g g^T``, and the rank's share of M.
+    def scale_of_rank(self, terms: int) -> float:
+        """What this rank's own ``sum g g^T`` is multiplied by in the moment ``M^2 sum g g^T``; ``terms`` as above.
+
+        If the ranks' gradients are averaged, a local g counts as g / R, so that it adds ``terms^2 g g^T`` if the loss
+        is a mean; if they are added up, it adds ``(R terms)^2 g g^T``. The gradient for sampled targets is that of the
+        sum of the terms, not of their mean.
         """
         ranks = self.ranks.comm.world_size
         rank_weight = 1 / ranks if self.ranks.comm.average_gradients else 1.0
         if self.summed:
-            return rank_weight**2, 1 / ranks * finite / max(1, terms)
-        return 1.0 if self.sampled else (rank_weight * ranks * terms) ** 2, finite
+            return rank_weight**2
+        return 1.0 if self.sampled else (rank_weight * ranks * terms) ** 2
 
     def _scale_(self, own: Mapping[int, tuple[Tensor, Tensor]], terms: Mapping[int, tuple[int, int]]) -> None:
         """Multiplies the moments of G by ``M^2``, in place."""
         alike: dict[float, list[Tensor]] = {}
         for index, (_, of_g) in own.items():
-            alike.setdefault(self.terms_of_rank(*terms[index])[0], []).append(of_g)
+            alike.setdefault(self.scale_of_rank(terms[index][0]), []).append(of_g)
         for scale, moments in alike.items():
             if scale != 1:
                 torch._foreach_mul_(moments, scale)
