@@ -36,7 +36,6 @@ class StackPreconditioner:
 
     def __init__(self, solver: Solver, dtype: torch.dtype) -> None:
         self.solver, self.dtype = solver, dtype
-        self._eigen = solver if isinstance(solver, EigenSolver) else None  # whose eqs. 11-13 are also applied in part
         # JointEigen computes what EigenSolver.precondition does, and knows nothing of a subclass's own.
         self._may_join = getattr(type(solver), "precondition", None) is EigenSolver.precondition
         self._storage: FlatStorage | None = None
@@ -53,8 +52,8 @@ class StackPreconditioner:
         chosen for the lower end of that, so that a resumed run chooses alike. How many eigenvectors matter is read from
         the device once for all stacks.
         """
-        solver = self._eigen
-        if solver is None or not solver.negligible:
+        solver = self.solver
+        if not (isinstance(solver, EigenSolver) and solver.negligible):
             return
         floor = 2 ** (math.floor(4 * math.log2(value)) / 4)
         old = [(s, s.decomposed) for s in stacks if s.decomposed and (s.relevant is None or s.relevant[0] != floor)]
