@@ -24,7 +24,7 @@ from ..schedules import due, growing
 _COSTS = {"cpu": (10.0, 0.0, 0.0), "accelerator": (50.0, 7.5e8, 2e10), "meta": (50.0, 7.5e8, 2e10)}
 _PASSES = 3.0  # the matrix products of a layer in a forward and a backward pass
 _PER_WEIGHT = 300.0  # the cost, in multiply-adds, of reading and writing a weight some 15 times in a step
-_LATEST = 3  # how many steps before a refresh collect statistics, of an interval that is longer than _SHORT
+_LATEST = 3  # how many steps before a refresh collect statistics, if the interval is longer than _SHORT
 _SHORT = 12
 _WORTH_WAITING = 10  # the first refresh waits only if its work demands more steps than this many intervals have
 
@@ -88,7 +88,15 @@ class Pace(Counted):
         return max(int(config.at("inv_update_steps", step)), demanded)
 
     def collects(self, config: Config, step: int, last: int | None, last_refresh: int | None) -> bool:
-        """Whether ``step`` collects statistics; ``last`` did so, None if it is due at once."""
+        """Whether ``step`` collects statistics.
+
+        Args:
+            config: The options.
+            step: The step.
+            last: The last one that collected some; None: they are due at once.
+            last_refresh: The step of the last refresh; None up to the second one, because a game is not seen before the
+                second statistics, and until then nothing is stretched.
+        """
         given, interval = config.at("factor_update_steps", step), self.interval(config, step)
         if given is not None:
             return due(int(given), step, last)

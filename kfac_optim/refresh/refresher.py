@@ -83,7 +83,7 @@ class Refresher(Counted, pending_spread=Counter(None)):
 
     def collects(self, config: Config, step: int, last: int | None) -> bool:
         """Whether ``step`` collects statistics; ``last`` was the last one to do so, None if they are due at once."""
-        return self.pace.collects(config, step, last, self.last_refresh)
+        return self.pace.collects(config, step, last, self.last_refresh if self.refreshes > 1 else None)
 
     def communicates(self, config: Config, step: int, *, may_begin: bool) -> bool:
         """Whether the ranks exchange something at ``step``; ``may_begin``: whether a refresh begins if it is due."""
