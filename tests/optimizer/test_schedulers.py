@@ -217,7 +217,7 @@ def test_inv_update_steps_over_time(name: str) -> None:
     ],
 )
 def test_factor_update_steps_over_time(interval: Any, statistics: Any, expected: list[int]) -> None:
-    """A statistics step is one after which A has changed; the first growing interval has two, later ones the last three."""
+    """A statistics step is one after which A has changed; growing intervals have two, later ones their last three."""
     model, optimizer = one_weight(inv_update_steps=interval, factor_update_steps=statistics)
     found, last = [], -1.0
     for step in range(32):
