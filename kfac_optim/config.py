@@ -82,7 +82,8 @@ class Config:
         checks.count(or_callable=True),
         """Steps between statistics updates, >= 1; an int or a function of the step. None: 10, but at most the
         refresh interval; if ``inv_update_steps`` is :class:`~kfac_optim.growing`, half of the first interval, and of
-        those of up to 12 steps, and later the last three steps before a refresh.""",
+        those of up to 12 steps, and later the last three steps before a refresh, or a few more while intervals
+        grow.""",
     )
     factor_batch_fraction: Schedule[float] = _option(
         1.0,

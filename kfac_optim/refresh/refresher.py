@@ -83,7 +83,8 @@ class Refresher(Counted, pending_spread=Counter(None)):
 
     def collects(self, config: Config, step: int, last: int | None) -> bool:
         """Whether ``step`` collects statistics; ``last`` was the last one to do so, None if they are due at once."""
-        return self.pace.collects(config, step, last, self.last_refresh if self.refreshes > 1 else None)
+        busy = 0 if self.in_progress is None else self.in_progress.spread + 1
+        return self.pace.collects(config, step, last, self.last_refresh if self.refreshes > 1 else None, busy)
 
     def communicates(self, config: Config, step: int, *, may_begin: bool) -> bool:
         """Whether the ranks exchange something at ``step``; ``may_begin``: whether a refresh begins if it is due."""

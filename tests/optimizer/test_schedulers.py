@@ -228,6 +228,29 @@ def test_factor_update_steps_over_time(interval: Any, statistics: Any, expected:
     assert found == expected
 
 
+@pytest.mark.parametrize(
+    ("fraction", "spread", "refreshes", "statistics"),
+    [
+        (0.0, 20, [0, 13, 34, 55, 76], [0, 6, 12, 32, 33, 34, 53, 54, 55, 74, 75, 76]),
+        (0.5, 0, [0, 13, 26, 51], [0, 6, 12, 24, 25, 26, 47, 48, 49, 50, 51]),
+    ],
+)
+def test_statistics_just_before_refreshes(
+    fraction: float, spread: int, refreshes: list[int], statistics: list[int]
+) -> None:
+    """A refresh that takes longer than the interval puts the next one off, and with it the statistics."""
+    model, optimizer = one_weight(
+        inv_update_steps=growing(fraction, minimum=13), factor_update_steps=None, spread=spread
+    )
+    engine = optimizer.curvature
+    found: list[list[int]] = [[], []]
+    for step in range(80):
+        scalar_step(model, optimizer, 1.0)
+        found[0] += [step] * (engine.stages.refresher.last_refresh == step)
+        found[1] += [step] * (engine.stages.progress.last_statistics == step)
+    assert found == [refreshes, statistics]
+
+
 def test_spread_over_time() -> None:
     """Frozen at the first step, used ``spread(first)`` steps later; until then the old decomposition serves."""
     model, optimizer = one_weight(
