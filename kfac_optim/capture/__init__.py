@@ -11,7 +11,7 @@ output of the outermost module call, once per backward pass, however many layers
 Where to look::
 
     hooks.py           eager models: the hooks, from the call of a model to the end of its backward pass
-    hook_objects.py    the hooks as objects, and how they get to their places
+    hook_objects.py    the hooks as objects, the modules that get them, and how they get to their places
     compiled.py        compiled models: the operators that replace the hooks, and the order in which graphs run them
     calls.py           which call of the model is in progress, and which one a layer's call belongs to
     recorder.py        the inputs and output gradients of layer calls -> moments
@@ -21,7 +21,7 @@ Where to look::
     sampling.py        the sampled Fisher's own backward pass, whose moments wait for the user's
     fisher.py          the distributions that the sampled Fisher draws from
     loss_terms.py      input and output of a model -> M
-    taps.py            functions of torch that get a weight inside the call of a module
+    taps.py            functions of torch that get a weight inside the call of a module, as in attention
     recurrent.py       recurrent modules, whose layers are inside one operation
     signs.py           signs of networks that train against each other
     weight_uses.py     weights that are used outside the calls of their modules

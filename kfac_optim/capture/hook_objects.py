@@ -1,4 +1,4 @@
-"""The hooks as objects, and how they get to their places.
+"""The hooks as objects, the modules that get them, and how they get to their places.
 
 A hook holds its owner weakly, so that a model keeps no optimizer alive, and does nothing once the owner is gone.
 """
@@ -167,10 +167,10 @@ class Hooks:
 
 
 def modules_to_hook(watched: Set[nn.Module], roots: Iterable[nn.Module]) -> dict[nn.Module, str]:
-    """The modules in ``roots`` that are watched or have one that is inside.
+    """The modules in ``roots`` that are watched or contain one that is.
 
-    Each comes with the text for :meth:`Hooks.begin`: the parts of it, and of those around it, that have weights but no
-    hooks.
+    Each comes with the text for :meth:`Hooks.begin`: which parts of it, and of the modules around it, have weights but
+    no hooks.
     """
     every = dict.fromkeys(module for root in roots for module in root.modules())
     # torch.compile(part) wraps the part: only the part is hooked, as dynamo takes the two for one module.
