@@ -61,15 +61,17 @@ def through_lstm(
     slopes = torch.stack((k * i * (1 - i), before * f * (1 - f), i * (1 - k.square())), dim=1)
     slope_o = squashed * o * (1 - o)
     g = torch.empty_like(s).unflatten(-1, (4, -1))
-    parts = [x.split_with_sizes(sizes) for x in (g, g_hidden, g_cell, to_cell, slopes, slope_o, f)]
+    of_g, of_hidden, of_cell, *known = (
+        x.split_with_sizes(sizes) for x in (g, g_hidden, g_cell, to_cell, slopes, slope_o, f)
+    )
     for t in reversed(range(len(sizes))):
-        at, hidden_at, cell_at, to_cell, slopes, slope_o, kept = (part[t] for part in parts)
-        cell_at.addcmul_(hidden_at, to_cell)
-        torch.mul(slopes, cell_at[:, None], out=at[:, :3])
-        torch.mul(slope_o, hidden_at, out=at[:, 3])
+        cell_slopes, gate_slopes, output_slopes, kept = (part[t] for part in known)
+        of_cell[t].addcmul_(of_hidden[t], cell_slopes)
+        torch.mul(gate_slopes, of_cell[t][:, None], out=of_g[t][:, :3])
+        torch.mul(output_slopes, of_hidden[t], out=of_g[t][:, 3])
         if t > 0:
-            parts[1][t - 1][: sizes[t]].addmm_(at.flatten(1), weight)
-            parts[2][t - 1][: sizes[t]].addcmul_(cell_at, kept)
+            of_hidden[t - 1][: sizes[t]].addmm_(of_g[t].flatten(1), weight)
+            of_cell[t - 1][: sizes[t]].addcmul_(of_cell[t], kept)
     return g.flatten(1)
 
 
