@@ -26,8 +26,6 @@ _PASSES = 3.0  # the matrix products of a layer in a forward and a backward pass
 _PER_WEIGHT = 300.0  # the cost, in multiply-adds, of reading and writing a weight some 15 times in a step
 # How many steps up to a refresh collect statistics, if the interval is longer than _SHORT. If it grows meanwhile, more
 # of them do: five if it is half of the steps so far.
-_LATEST = 3
-_SHORT = 12
 _WORTH_WAITING = 10  # the first refresh waits only if its work demands more steps than this many intervals have
 
 
@@ -88,26 +86,6 @@ class Pace(Counted):
         schedule = config.inv_update_steps
         demanded = schedule.demanded(step, self.work) if isinstance(schedule, growing) else 0
         return max(int(config.at("inv_update_steps", step)), demanded)
-
-    def collects(self, config: Config, step: int, last: int | None, last_refresh: int | None, busy: int = 0) -> bool:
-        """Whether ``step`` collects statistics.
-
-        Args:
-            config: The options.
-            step: The step.
-            last: The last one that collected some; None: they are due at once.
-            last_refresh: The step of the last refresh; None while one is put off, and up to the second one, because a
-                game is not seen before the second statistics, and until then nothing is stretched.
-            busy: For how many steps after the last refresh no other one can begin.
-        """
-        given, interval = config.at("factor_update_steps", step), self.interval(config, step)
-        if given is not None:
-            return due(int(given), step, last)
-        if not isinstance(config.inv_update_steps, growing):
-            return due(min(10, interval), step, last)
-        if last is None or last_refresh is None or interval <= _SHORT:
-            return due(max(1, interval // 2), step, last)
-        return due(max(interval, busy) - _LATEST + 1, step, last_refresh)
 
     def spread(self, config: Config, step: int) -> int:
         """The number of steps over which the work of a refresh that starts at ``step`` is spread."""

@@ -27,6 +27,7 @@ from ..config import Config
 from ..damping import Damping, unit_of, value_of
 from ..distributed import Broadcast
 from ..placement import Ranks, known_spectra
+from ..schedules import due, growing
 from ..snapshots import KnownSpectra, Source
 from ..solvers import (
     Decomposition,
@@ -42,6 +43,9 @@ from ..solvers import (
 )
 from .jobs import Refresh, batch_of, grouped_by_shape
 from .pacing import Pace
+
+_LATEST = 3  # how many steps before a refresh collect statistics, if the interval is longer than _SHORT
+_SHORT = 12
 
 
 class Refresher(Counted, pending_spread=Counter(None)):
@@ -83,8 +87,17 @@ class Refresher(Counted, pending_spread=Counter(None)):
 
     def collects(self, config: Config, step: int, last: int | None) -> bool:
         """Whether ``step`` collects statistics; ``last`` was the last one to do so, None if they are due at once."""
-        busy = 0 if self.in_progress is None else self.in_progress.spread + 1
-        return self.pace.collects(config, step, last, self.last_refresh if self.refreshes > 1 else None, busy)
+        given, interval = config.at("factor_update_steps", step), self.pace.interval(config, step)
+        if given is not None:
+            return due(int(given), step, last)
+        if not isinstance(config.inv_update_steps, growing):
+            return due(min(10, interval), step, last)
+        # A game is not seen before the second statistics, and until then nothing is stretched.
+        is_early = self.refreshes < 2 or interval <= _SHORT
+        if is_early or last is None or self.last_refresh is None:
+            return due(max(1, interval // 2), step, last)
+        busy = 0 if self.in_progress is None else self.in_progress.spread + 1  # no other refresh can begin until then
+        return due(max(interval, busy) - _LATEST + 1, step, self.last_refresh)
 
     def communicates(self, config: Config, step: int, *, may_begin: bool) -> bool:
         """Whether the ranks exchange something at ``step``; ``may_begin``: whether a refresh begins if it is due."""

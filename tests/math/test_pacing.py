@@ -69,8 +69,8 @@ def test_the_interval_is_as_long_as_the_work_asks_for(
     assert (least > 20) == (cost > 1000)
     for step in (0, 10, 1000):
         assert interval_of(optimizer, step) == max(2, step // 2, least)
-    engine, pace = optimizer.curvature, optimizer.curvature.stages.refresher.pace
-    collecting = (step for step in range(1, 1000) if pace.collects(engine, step, last=0, last_refresh=None))
+    engine, refresher = optimizer.curvature, optimizer.curvature.stages.refresher
+    collecting = (step for step in range(1, 1000) if refresher.collects(engine, step, last=0))
     assert next(collecting) == max(2, least) // 2
     told = f"a refresh is as much work as {work(6, cost)} steps: one in {least} steps"
     assert (told in repr(optimizer.curvature)) == (least > 2)
