@@ -93,12 +93,13 @@ class Readings:
         return 0.0 if tensor is None else self._found[tensor][0]
 
     def slopes(self) -> dict[nn.Parameter, tuple[float, float]]:
-        """``after`` and ``before`` of the lessons by parameter, times its learning rate."""
+        """``after`` and ``before`` of the lessons by parameter, times its share of the highest learning rate."""
         if self.lessons is None:
             return {}
         after, before = self.numbers(self.lessons.after), self.numbers(self.lessons.before)
         each = zip(self.lessons.stretched.items(), after, before, strict=True)
-        return {p: (of_after * lr, of_before * abs(lr)) for (p, lr), of_after, of_before in each}
+        unit = self.rate or 1.0
+        return {p: (of_after * (lr / unit), of_before * abs(lr / unit)) for (p, lr), of_after, of_before in each}
 
 
 def _numbers_in(tensors: Sequence[Tensor]) -> list[list[float]]:

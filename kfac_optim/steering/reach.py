@@ -25,6 +25,10 @@ the stretch was more than twice as long as the best one: it has met a wall, and 
 has fallen, it falls as much at slopes above 2, which are just as far from 1/2, and mostly noise. Where single gradients
 say so little, steps along flat directions should be short.
 
+Steps that are a little too long drive the loss up from step to step, and if gradients grow along with it, no slope is
+below -1. So a reach falls to less than a half if ``<g, stretch>``, per unit of the learning rate, is more than sixteen
+times as large as when it last rose, as it is where gradients are more than four times as large.
+
 Before its first fall, a reach is only known to be too small, and the less the slope has changed, the further it may be
 from where the loss ceases to fall. So until then it rises by more where the slope is above a half, by four tenths where
 it is 1 (TCP finds its rate in the same way, by a slow start that the first loss of a packet ends). It does not while
@@ -55,6 +59,8 @@ _GROWTH = 1.1  # in a step, reach is multiplied by this factor or divided by it
 _FIRST_GROWTH = 1.4  # what it is multiplied by where the slope has not changed, before its first fall
 _FAST_UP_TO = 0.1  # up to which reach this holds where updates grow
 _FALL = 30.0  # at a slope below -1 or above 2, reach is divided by more than _GROWTH, up to this
+_RUNAWAY = 16.0  # where ``<g, stretch>`` is more than this many times as large as when a reach last rose,
+_HALVED = 2.0  # a fall by _GROWTH is also one by this
 _JUMP = 2.0  # a rate that rises by more than this factor from one step to the next has jumped: this is no warm-up
 
 
@@ -88,9 +94,12 @@ def learn_reaches(
             of_p = slopes.get(p, (0.0, 0.0))
             after, before = after + of_p[0], before + of_p[1]
         if before > 0 and (not undone or block.is_constrained or undone.isdisjoint(block.layer.parameters)):
-            slope, fell = after / before, block.learned("fell")
-            reach = _moved(block.reach, slope, fell=fell, fast_up_to=fast_up_to)
-            block.set_learned(reach=min(reach, block.layer.most_reach), fell=fell or not slope > 0)
+            slope, fell, descent = after / before, block.learned("fell"), block.learned("descent")
+            if slope > 0 and not (fell and _excess(slope) > 1):
+                reach, descent = _raised(block.reach, slope, 0.0 if fell else fast_up_to), before
+            else:
+                reach, fell = _lowered(block.reach, slope, before / descent if descent else 1.0), True
+            block.set_learned(reach=min(reach, block.layer.most_reach), fell=fell, descent=descent)
             too_long.update(() if after > 0 else block.layer.parameters)  # also if ``after`` is NaN
     return too_long
 
@@ -129,21 +138,33 @@ class RateHistory(Counted):
         return rate / last if rises else 1.0
 
 
-def _moved(reach: float, slope: float, *, fell: bool, fast_up_to: float) -> float:
-    """The next reach.
+def _raised(reach: float, slope: float, fast_up_to: float) -> float:
+    """A reach along which the loss still falls, made longer.
 
     Args:
         reach: The reach.
         slope: The loss's slope along the last stretch, divided by that before the step.
-        fell: Whether the loss has ever ceased to fall along a stretch.
-        fast_up_to: Up to which reach it rises faster until then.
+        fast_up_to: Up to which reach it rises faster.
     """
-    excess = max(-slope, slope - 1)  # above 1 outside of -1 to 2
-    if slope > 0 and not (fell and excess > 1):
-        unchanged = min(1.0, max(0.0, 2 * slope - 1)) if not fell and reach < fast_up_to else 0.0
-        return reach * _GROWTH * (_FIRST_GROWTH / _GROWTH) ** unchanged
-    fall = max(1.0, min(min(excess, _FALL) ** 2, _FALL / _GROWTH)) if math.isfinite(slope) else _FALL / _GROWTH
-    return max(LEAST_REACH, reach / (_GROWTH * fall))
+    unchanged = min(1.0, max(0.0, 2 * slope - 1)) if reach < fast_up_to else 0.0
+    return reach * _GROWTH * (_FIRST_GROWTH / _GROWTH) ** unchanged
+
+
+def _lowered(reach: float, slope: float, growth: float) -> float:
+    """A reach that was too long, or of whose stretch too little is known, made shorter.
+
+    Args:
+        reach: The reach.
+        slope: As in :func:`_raised`.
+        growth: How many times ``<g, stretch>`` is as large as when the reach last rose.
+    """
+    wall = min(min(_excess(slope), _FALL) ** 2, _FALL / _GROWTH) if math.isfinite(slope) else _FALL / _GROWTH
+    return max(LEAST_REACH, reach / (_GROWTH * max(wall, _HALVED if growth > _RUNAWAY else 1.0)))
+
+
+def _excess(slope: float) -> float:
+    """How far a slope is from 1/2, beyond a half: above 1 outside of -1 to 2."""
+    return max(-slope, slope - 1)
 
 
 def stretches(stacked: Stacked, out: Matrices | None = None) -> Matrices:

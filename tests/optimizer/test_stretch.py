@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from kfac_optim import KFACSGD, EigenSolver, Graft, InverseSolver, KFACAdam, KFACAdamW, OfLargest, OfMean
 from kfac_optim.bases import buckets_of
 from kfac_optim.common import machines
-from kfac_optim.steering import brake, graft, inner_products, lessons_of, opponents, plan, reach, trust
+from kfac_optim.steering import Readings, brake, graft, inner_products, lessons_of, opponents, plan, reach, trust
 from tests.helpers.compare import assert_identical, assert_near, assert_same_weights, snapshot
 from tests.helpers.files import through_a_file
 from tests.helpers.reference import Oracle, averaged, backward, log_cosh
@@ -53,6 +53,7 @@ class Stretched:
         self.reach = {layer.name: 0.01 for layer in self.oracle.layers}
         self.fell: set[str] = set()
         self.descent: dict[str, float] = {}
+        self.at_rise: dict[str, float] = {}
         self.stretch: dict[str, Tensor] = {}
 
     def step(self, passes: list[tuple[tuple[Tensor], Tensor]]) -> None:
@@ -89,9 +90,11 @@ class Stretched:
             if share > 0 and (layer not in self.fell or excess <= 1):
                 faster = 0.0 if layer in self.fell else min(max(2 * share - 1, 0.0), 1.0)
                 self.reach[layer] = min(3.0, self.reach[layer] * 1.1 ** (1 - faster) * 1.4**faster)
+                self.at_rise[layer] = self.descent[layer]
             else:
                 self.fell.add(layer)
-                self.reach[layer] = max(3e-4, self.reach[layer] / max(1.1, min(30.0, 1.1 * excess**2)))
+                least = 2.2 if self.descent[layer] > 16 * self.at_rise.get(layer, math.inf) else 1.1
+                self.reach[layer] = max(3e-4, self.reach[layer] / max(least, min(30.0, 1.1 * excess**2)))
             if share <= 0:
                 self.stretch = {name: s for name, s in self.stretch.items() if not name.startswith(f"{layer}.")}
 
@@ -356,6 +359,53 @@ def test_before_its_first_fall_reach_rises_faster_where_the_slope_has_hardly_cha
         reach.learn_reaches([block], {of: (1.0, 1.0)}, set(), warms_up=False, grows=False)
         assert block.reach == pytest.approx(1.1 * before)
         block.set_learned(reach=before)
+
+
+def test_reach_is_more_than_halved_where_gradients_have_run_away() -> None:
+    """Since it rose last: it may have risen at small ones. A loaded state goes on alike."""
+    optimizer, weight = stepped()
+    for slope, descent, expected in [
+        (-0.1, 100.0, 1 / 1.1),  # it has never risen
+        (0.1, 1.0, 1.1),
+        (-0.1, 15.9, 1 / 1.1),
+        (-0.1, 16.1, 1 / 2.2),
+        (-0.1, 1e6, 1 / 2.2),
+        (-1.2, 20.0, 1 / 2.2),
+        (-2.0, 20.0, 1 / 4.4),
+        (0.1, 20.0, 1.1),
+        (-0.1, 100.0, 1 / 1.1),
+        (5.0, 400.0, 1 / 17.6),
+        (-0.1, 400.0, 1 / 2.2),
+    ]:
+        other, same_weight = stepped()
+        other.load_state_dict(optimizer.state_dict())
+        for each, of in [(other, same_weight), (optimizer, weight)]:
+            block, slopes = each.curvature.stages.blocks[1], {of: (slope * descent, descent)}
+            block.set_learned(reach=0.1)
+            reach.learn_reaches([block], slopes, set(), warms_up=False, grows=False)
+            assert block.reach == pytest.approx(0.1 * expected), (slope, descent, each is other)
+
+
+@pytest.mark.parametrize("rates", [(0.01, 0.1), (torch.tensor(0.02), 0.1), (0.01, torch.tensor(0.1))])
+def test_slopes_do_not_depend_on_the_rate(rates: Any) -> None:
+    """Those of a parameter whose rate is lower than the highest count less."""
+    model = net()
+    groups = [{"params": model[i].parameters(), "lr": lr} for i, lr in zip((0, 2), rates, strict=True)]
+    optimizer = KFACSGD(groups, model=model, **options(0.1, momentum=0.9))
+    for _ in range(3):
+        backward(model, data(), loss)
+        optimizer.step()
+    found: list[dict[nn.Parameter, tuple[float, float]]] = []
+    for by in (1.0, 8.0):
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * by
+        gradients = [p.grad for p in model.parameters()]
+        lessons = lessons_of(optimizer, buckets_of(optimizer), optimizer.curvature.stages.steering.watch)
+        lrs = [group["lr"] for group in optimizer.param_groups]
+        found.append(Readings(gradients, lrs, lessons, []).slopes())
+    assert len(found[0]) == 4
+    for (p, seen), (q, again) in zip(*(each.items() for each in found), strict=True):
+        assert p is q and seen == pytest.approx(again) and min(map(abs, seen)) > 0
 
 
 def test_a_state_that_does_not_say_whether_reaches_fell_is_refused() -> None:
