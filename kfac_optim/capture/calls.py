@@ -86,6 +86,8 @@ class ModelCalls:
     def is_inner(self, module: nn.Module) -> bool:
         """Whether a call of this module lies inside that of another one, so that no model call begins or ends here."""
         call = self.current
+        if torch.compiler.is_compiling():  # to ask which module has opened the call would tie the graph to this one
+            return call is not None
         return not (call is None or call.module is module or call.is_of_other_thread or call.is_training_loop)
 
     def enter(self, module: nn.Module, forward: Any) -> ModelCall | None:

@@ -41,13 +41,13 @@ _WATCHERS: weakref.WeakValueDictionary[int, CompiledCalls] = weakref.WeakValueDi
 _AWAITED: MutableMapping[Tensor, Callable[[Tensor], None] | None] = WeakTensorKeyDictionary()
 
 
-def place_of(index: int, use: int) -> Tensor:
+def place_of(index: int, use: int) -> tuple[Tensor]:
     """The index of a layer and of one of its modules, as an input of a graph that serves for all layers alike.
 
     If they were constants of the graph, twelve blocks of a transformer that are compiled one by one would take twelve
     graphs, which is more than dynamo makes; the blocks would then run without being compiled.
     """
-    return torch.tensor((index, use), dtype=torch.int64, device="cpu")
+    return (torch.tensor((index, use), dtype=torch.int64, device="cpu"),)
 
 
 class CompiledCalls:

@@ -24,15 +24,14 @@ class Hook:
     Args:
         method: The method, bound to its owner; None in copies and pickles.
         *args: The method's first arguments; those of the hook follow.
-        traced: The method to call instead while dynamo traces a graph, with its first arguments. Dynamo makes a new
-            graph for each Python number that it meets in them, but the same graph serves for all tensors of one shape.
+        traced: Its first arguments while dynamo traces a graph. Dynamo makes a new graph for each Python number that it
+            meets in them, but the same graph serves for all tensors of one shape.
     """
 
     def __init__(self, method: Any, *args: Any, traced: tuple[Any, ...] = ()) -> None:
         self.owner = None if method is None else weakref.ref(method.__self__)
         self.function: Any = getattr(method, "__func__", None)
-        self.args = args
-        self.traced: tuple[Any, ...] = tuple(getattr(given, "__func__", given) for given in traced)
+        self.args, self.traced = args, traced
         self.module: Callable[[], Any] | None = None
         self.unwatched = ""
 
@@ -54,9 +53,7 @@ class Hook:
             return None
         if torch.compiler.is_compiling():
             len(self.unwatched)  # read, so that the graph is for modules with the same text alone
-            if self.traced:
-                function, *own = self.traced
-                return function(owner, *own, *args)
+            return self.function(owner, *self.traced, *args)
         return self.function(owner, *self.args, *args)
 
     def __reduce__(self) -> tuple[Any, ...]:

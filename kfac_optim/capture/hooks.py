@@ -164,24 +164,23 @@ class Capture:
                     uses.setdefault(module, []).append((index, number))
         for module, unwatched in modules_to_hook({*uses, *hosted, *recurrent}, roots).items():
             self._hooks.begin(module, unwatched)
-            own = uses.get(module, [])
+            own = uses.get(module, [])  # places: the index of a layer, and of the module among the layer's own
             # Those of layers run first, because other hooks may change the output. Only the hooks of tensor parallelism
             # run before them, since they turn DTensors into local tensors.
             first = not (own and self.layers[own[0][0]].is_shard)
             if len(own) == 1 and not list(module.children()):  # one hook: three can take as long as a small layer
-                traced: tuple[Any, ...] = self._trace_layer_call, place_of(*own[0])
-                of_layer = FirstHook(self._on_layer_call, *own[0], traced=traced, in_every_step=self._note_if_frozen)
+                traced: tuple[Any, ...] = (place_of(*own[0]),)
+                of_layer = FirstHook(self._on_layer_call, own[0], traced=traced, in_every_step=self._note_if_frozen)
                 self._hooks.after(module, of_layer, first=first)
                 continue
-            for use in own:
-                hook = Hook(self._record_input, *use, traced=(self._trace_input, place_of(*use)))
-                self._hooks.after(module, hook, first=first)
+            for place in own:
+                self._hooks.after(module, Hook(self._record_input, place, traced=(place_of(*place),)), first=first)
             start, end = (EagerHook, EagerHook) if module in recurrent else (FirstHook, Hook)
             self._hooks.before(module, start(self._on_model_call_start), first=True)
             if module in recurrent:
                 self._hooks.after(module, EagerHook(self._recurrent.on_call, recurrent[module]), first=True)
             if layers := hosted.get(module):
-                traced = self._on_host_start, [((place_of(*place),), layer) for place, layer in layers]
+                traced = ([(place_of(*place), layer) for place, layer in layers],)
                 of_host = FirstHook(self._on_host_start, layers, traced=traced, in_every_step=self._note_frozen_inside)
                 self._hooks.before(module, of_host)
                 self._hooks.after(module, Hook(self._on_host_end), always_call=True)
@@ -234,43 +233,29 @@ class Capture:
     # Layer calls ----------------------------------------------------------------------------------------------------
 
     def _on_layer_call(
-        self, index: int, use: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self, place: tuple[Any, ...], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Tensor | None:
         """Does the work of all three hooks for a layer without submodules, which may be the outermost call itself."""
         if self._calls.is_inner(module):  # as most are
-            return self._record_input(index, use, module, args, kwargs, output)
+            return self._record_input(place, module, args, kwargs, output)
         self._on_model_call_start(module, args, kwargs)
-        replaced = self._record_input(index, use, module, args, kwargs, output)
-        self._on_model_call_end(module, args, kwargs, output if replaced is None else replaced)
-        return replaced
-
-    def _trace_layer_call(
-        self, place: Tensor, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Tensor | None:
-        """As :meth:`_on_layer_call`; to ask which module has opened the call would tie the graph to this layer."""
-        if self._calls.current is not None:
-            return self._trace_input(place, module, args, kwargs, output)
-        self._on_model_call_start(module, args, kwargs)
-        replaced = self._trace_input(place, module, args, kwargs, output)
+        replaced = self._record_input(place, module, args, kwargs, output)
         self._on_model_call_end(module, args, kwargs, output if replaced is None else replaced)
         return replaced
 
     def _note_if_frozen(
-        self, index: int, use: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self, place: tuple[int, int], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any
     ) -> None:
-        layer = self.layers[index]
+        layer = self.layers[place[0]]
         if not layer.weight.requires_grad:
             self._signs.note_frozen_call(layer, input_of(args, kwargs))
 
     def _record_input(
-        self, index: int, use: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self, place: tuple[Any, ...], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Tensor | None:
-        return self._record(index, use, input_of(args, kwargs), output)
-
-    def _trace_input(
-        self, place: Tensor, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Tensor | None:
-        return self._trace(place, input_of(args, kwargs), output)
+        """Records a layer's call; ``place``: as :meth:`_record` or, while it is traced, :meth:`_trace` gets it."""
+        record: Callable[..., Tensor | None] = self._trace if torch.compiler.is_compiling() else self._record
+        return record(*place, input_of(args, kwargs), output)
 
     def _record(self, index: int, use: int, a: Any, output: Any, details: Sequence[int] = ()) -> Tensor | None:
         """Records a layer's call."""
@@ -352,15 +337,9 @@ class Capture:
             record: Callable[..., Any] = self._trace if is_traced else self._record
             tap.add([(functools.partial(record, *place), layer) for place, layer in layers])
 
-    def _note_frozen_inside(
-        self,
-        layers: Sequence[tuple[tuple[int, int], HostedLayer]],
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        for (index, use), _ in layers:
-            self._note_if_frozen(index, use, module, args, kwargs, None)
+    def _note_frozen_inside(self, layers: Sequence[tuple[tuple[int, int], HostedLayer]], *call: Any) -> None:
+        for place, _ in layers:
+            self._note_if_frozen(place, *call)
 
     def _on_host_end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         remove_taps(module)
