@@ -284,9 +284,7 @@ class Capture:
             with outside:
                 self._record(index, use, beneath_transforms(a) if isinstance(a, Tensor) else a, value, details)
         elif _needs_gradient(a, output) and self._recorder.wants(index, a, output):
-            self._passes.note_transform()
-            if value.requires_grad:
-                value.register_hook(functools.partial(self._passes.record_hidden_gradient, index))
+            self._passes.watch_transformed(index, value)
 
     def _trace(self, place: Tensor, a: Any, output: Any, details: Sequence[int] = ()) -> Tensor | None:
         """As :meth:`_record`, in a graph that is being traced; returns what takes the place of the output."""
@@ -306,7 +304,7 @@ class Capture:
             return
         layer_call = self._recorder.observe(index, use, dense, output, details)
         if self._sampling is not None and call is not None:
-            self._sampling.await_gradient(call, layer_call, result)
+            self._sampling.await_gradient(call, [index], lambda g: [(layer_call, g)], result)
         else:
             take = functools.partial(self._passes.record_output_gradient, layer_call, call or self._calls.last)
             when_gradient_arrives(result, take)

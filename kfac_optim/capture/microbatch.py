@@ -134,12 +134,16 @@ class BackwardPasses:
         add = batch.add_examples if layer.by_example else batch.add
         add(index, a, layer_call.count, g)
 
-    def note_transform(self) -> None:
-        """Notes that a layer was called inside a transform of ``torch.func``, where its input cannot be seen."""
-        self.transformed = True
+    def watch_transformed(self, index: int, value: Tensor) -> None:
+        """Watches a call of a layer inside a transform of ``torch.func``, where its input cannot be seen.
 
-    def record_hidden_gradient(self, index: int, g: Tensor) -> None:
-        """Notes that a backward pass has reached such a call of a layer."""
+        ``value``: what the call has returned, beneath the transform, by which the gradient of the loss may come.
+        """
+        self.transformed = True
+        if value.requires_grad:
+            value.register_hook(functools.partial(self._note_hidden_gradient, index))
+
+    def _note_hidden_gradient(self, index: int, g: Tensor) -> None:
         if not torch.is_grad_enabled() and destination(self.recorder.layers[index]) == "gradient":
             self.hidden.add(index)
 

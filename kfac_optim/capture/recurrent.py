@@ -62,7 +62,8 @@ class RecurrentCalls:
         if not wanted or not tensors[0].requires_grad or tensors[0].numel() == 0:  # a batch without examples
             return None
         if is_transformed(tensors[0]):
-            self._watch_transformed(wanted, beneath_transforms(tensors[0]))
+            for index, _ in wanted:
+                self._passes.watch_transformed(index, beneath_transforms(tensors[0]))
             return None
         state = args[1] if len(args) > 1 else kwargs.get("hx")
         recurrent = RecurrentCall(module, given, state, output, self._recorder.dtype)
@@ -73,7 +74,7 @@ class RecurrentCalls:
             take = functools.partial(self._add, wanted, layer_calls, call or self._calls.last)
             when_gradient_arrives(together, take)
         elif not any(self._sampling.leaves_out(i, call) for i, _ in wanted) and call is not None:
-            self._sampling.await_gradients(call, [i for i, _ in wanted], layer_calls, together)
+            self._sampling.await_gradient(call, [i for i, _ in wanted], layer_calls, together)
         # Copies, because views of one tensor must not be changed in place as separate tensors may.
         return with_tensors(output, (view.clone() for view in views(together)))
 
@@ -101,14 +102,7 @@ class RecurrentCalls:
         """Takes the gradient of what a module has returned, if the pass computes that of a layer's weight."""
         if is_of_loss(g) and any(destination(layer) for _, layer in wanted):
             for layer_call, g_rows in layer_calls(g):
-                moment = functools.partial(self._recorder.output_moment, layer_call, g_rows, scaled=True)
-                self._passes.add(layer_call, call, moment)
-
-    def _watch_transformed(self, layers: Sequence[tuple[int, RecurrentLayer]], value: Tensor) -> None:
-        """Watches whether the loss's gradient passes through a call inside ``torch.func``, of which nothing is seen."""
-        self._passes.note_transform()
-        for index, _ in layers if value.requires_grad else ():
-            value.register_hook(functools.partial(self._passes.record_hidden_gradient, index))
+                self._passes.record_output_gradient(layer_call, call, g_rows)
 
 
 def _order(tensor: Tensor) -> list[int]:

@@ -74,12 +74,8 @@ class SampledBackward:
             raise RuntimeError(_REENTRANT.format(f", and {name!r} runs with gradients in backward passes alone"))
         return True
 
-    def await_gradient(self, call: ModelCall, layer_call: LayerCall, result: Tensor) -> None:
-        """Notes a layer's call in a model call, and the tensor that it has computed."""
-        self.await_gradients(call, [layer_call.index], lambda g: [(layer_call, g)], result)
-
-    def await_gradients(self, call: ModelCall, layers: Sequence[int], layer_calls: _Calls, result: Tensor) -> None:
-        """As :meth:`await_gradient`, for several layers that have computed one tensor together.
+    def await_gradient(self, call: ModelCall, layers: Sequence[int], layer_calls: _Calls, result: Tensor) -> None:
+        """Notes the tensor that one layer, or several together, have computed in a model call.
 
         ``layer_calls``: returns, for the gradient of ``result``, the layers' calls, each with its output gradient.
         """
