@@ -17,7 +17,7 @@ elsewhere after the pass (ZeRO), no gradient is remembered, and so none is found
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -93,9 +93,8 @@ class GradientWatch:
 
     def remember(self, layers: Iterable[int]) -> None:
         """Notes the gradients of these layers, by index, and forgets the others."""
-        weights = ((i, self.layers[i].weight) for i in layers)
-        found = ((i, weight.grad) for i, weight in weights if not gradient_moves_away(weight))
-        self._marks = {i: _mark(gradient) for i, gradient in found if gradient is not None}
+        kept = (i for i in layers if not gradient_moves_away(self.layers[i].weight))
+        self._marks = {i: _mark(g) for i, g in self._present(kept)}
 
     def removed(self, layers: Iterable[int]) -> list[int]:
         """The layers whose remembered gradient has been removed (None)."""
@@ -103,8 +102,8 @@ class GradientWatch:
 
     def changed(self, layers: Iterable[int]) -> list[int]:
         """The layers whose remembered gradient was replaced by another tensor, or written to in place."""
-        pairs = ((i, self.layers[i].weight.grad) for i in layers if i in self._marks)
-        return [i for i, g in pairs if g is not None and _comparable(own_part(g)) and _mark(g) != self._marks[i]]
+        known = self._present(i for i in layers if i in self._marks)
+        return [i for i, g in known if _is_comparable(g) and _mark(g) != self._marks[i]]
 
     def all_cleared(self) -> bool:
         """Whether every remembered gradient has been removed or zeroed; reads the changed ones if none is as it was."""
@@ -115,12 +114,11 @@ class GradientWatch:
 
     def written(self, layers: Iterable[int]) -> list[int]:
         """The layers whose gradient was set, or changed, since the last backward pass has left it."""
-        pairs = ((i, self.layers[i].weight.grad) for i in layers)
-        return [i for i, g in pairs if g is not None and _mark(g) != self._marks.get(i)]
+        return [i for i, g in self._present(layers) if _mark(g) != self._marks.get(i)]
 
     def largest(self, layers: Iterable[int]) -> Tensor:
         """The largest absolute entry of each gradient, ``[layers]``: 0 if it was zeroed; stays on the device."""
-        gradients = [own_part(g) for i in layers if (g := self.layers[i].weight.grad) is not None]
+        gradients = [own_part(g) for _, g in self._present(layers)]
         if all(g.is_cpu for g in gradients):  # torch's maximum norm is slow on the CPU
             norms = [torch.stack(g.detach().aminmax()).abs().max() for g in gradients]
         else:
@@ -129,7 +127,11 @@ class GradientWatch:
 
     def comparable(self, layers: Iterable[int]) -> list[int]:
         """The layers with a gradient that :meth:`largest` can read."""
-        return [i for i in layers if (g := self.layers[i].weight.grad) is not None and _comparable(own_part(g))]
+        return [i for i, g in self._present(layers) if _is_comparable(g)]
+
+    def _present(self, layers: Iterable[int]) -> Iterator[tuple[int, Tensor]]:
+        """The gradients of these layers, each with the layer's index, where there is one."""
+        return ((i, g) for i in layers if (g := self.layers[i].weight.grad) is not None)
 
 
 def _mark(gradient: Tensor) -> Mark:
@@ -143,5 +145,6 @@ def _version(gradient: Tensor) -> int:
     return -1 if gradient.is_inference() else gradient._version
 
 
-def _comparable(gradient: Tensor) -> bool:
-    return gradient.layout == torch.strided and gradient.numel() > 0 and not gradient.is_complex()
+def _is_comparable(gradient: Tensor) -> bool:
+    part = own_part(gradient)
+    return part.layout == torch.strided and part.numel() > 0 and not part.is_complex()
