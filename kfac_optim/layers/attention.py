@@ -58,10 +58,6 @@ class AttentionLayer(HostedLayer, LinearLayer):
         weight, bias = self._names
         return own_parameter(module, weight), module._parameters.get(bias)
 
-    @property
-    def hosts(self) -> Sequence[nn.Module]:
-        return (self.host,)
-
     def is_applied(self, host: nn.Module, application: Application) -> bool:
         tensor, now = application.weight, getattr(self.modules[0], self._names[0])
         if tensor is now or tensor._base is now:  # packed weights are applied part by part

@@ -7,7 +7,6 @@ are the projections of attention (``attention.py``), and Linear layers and convo
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -59,13 +58,21 @@ class HostedLayer(RowsLayer):
     """A layer whose weight is given to a function of torch inside the call of a host."""
 
     @property
-    @abstractmethod
     def hosts(self) -> Sequence[nn.Module]:
-        """The modules in whose calls the weight is used, for each of ``modules`` or for all of them."""
+        """The modules in whose calls the weight is used, which are one for all ``modules``, or these themselves."""
+        return self.modules if self.host is None else (self.host,)
 
-    @abstractmethod
     def is_applied(self, host: nn.Module, application: Application) -> bool:
         """Whether a function that is called by a host is given the weight that the host has now.
 
         During a forward pass FSDP2 and ``torch.func.functional_call`` put another tensor in the parameter's place.
         """
+        return applies_its_weight(host, application)
+
+
+def applies_its_weight(module: nn.Module, application: Application) -> bool:
+    """Whether a function is given the weight of a module, and its bias if it has one, in as many groups."""
+    if application.weight is not module.weight or application.groups != getattr(module, "groups", 1):
+        return False
+    bias = module._parameters.get("bias")
+    return bias is None or application.bias is bias

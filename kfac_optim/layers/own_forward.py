@@ -24,29 +24,18 @@ from torch.utils._pytree import tree_leaves
 
 from ..distributed import whole_shape
 from .convolution import ConvLayer
-from .hosted import Application, HostedLayer, application_of
+from .hosted import HostedLayer, application_of, applies_its_weight
 from .linear import LinearLayer
 from .registry import LayerFactory
 from .stand_ins import key_of, quiet, stand_in
 from .windows import Windows, for_each
 
 
-class _OwnForwardLayer(HostedLayer):
-    """What both types share: each of the layer's modules is a host."""
-
-    @property
-    def hosts(self) -> Sequence[nn.Module]:
-        return self.modules
-
-    def is_applied(self, host: nn.Module, application: Application) -> bool:
-        return _is_applied(host, application)
-
-
-class OwnForwardLinearLayer(_OwnForwardLayer, LinearLayer):
+class OwnForwardLinearLayer(HostedLayer, LinearLayer):
     """A subclass of ``nn.Linear``, as ``F.linear`` in its forward sees it."""
 
 
-class OwnForwardConvLayer(_OwnForwardLayer, ConvLayer):
+class OwnForwardConvLayer(HostedLayer, ConvLayer):
     """A subclass of ``nn.Conv1d/2d/3d``, as ``F.conv1d/2d/3d`` in its forward sees it, with that call's options."""
 
     def structure(self, module: Any) -> tuple[int, int, int]:
@@ -72,14 +61,6 @@ def _windows_of(numbers: tuple[int, ...]) -> Windows:
     dims = len(numbers) // 5
     size, stride, dilation, before, after = (numbers[i * dims : (i + 1) * dims] for i in range(5))
     return Windows(size, stride, dilation, tuple(zip(before, after, strict=True)))
-
-
-def _is_applied(module: nn.Module, application: Application) -> bool:
-    """Whether a function is given the weight of a module, and its bias if it has one, in as many groups."""
-    if application.weight is not module.weight or application.groups != getattr(module, "groups", 1):
-        return False
-    bias = module._parameters.get("bias")
-    return bias is None or application.bias is bias
 
 
 def with_own_forward(factory: LayerFactory, module: nn.Module) -> tuple[LayerFactory | None, str]:
@@ -117,7 +98,7 @@ class _Trial(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one function of torch; inside it this mode is off."""
         application = application_of(func, args, kwargs or {})
-        if application is not None and _is_applied(self.module, application):
+        if application is not None and applies_its_weight(self.module, application):
             self.uses += 1
             args = [self._cut(given) for given in args]
             kwargs = {name: self._cut(given) for name, given in (kwargs or {}).items()}
