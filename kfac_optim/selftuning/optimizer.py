@@ -170,23 +170,25 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         self.lambda_.set(self.param_groups[0]["damping"])
         first, scaler = not (engine.step_count and self.lambda_.value), engine.grad_scaler
         parts, terms = self._replay.take(1.0 if first else self.model_fraction, scaler.get_scale() if scaler else 1.0)
-        if closure is not None:  # copied, because the closure overwrites them
+        interval = 1 if closure is None else _CLOSURE_STEPS  # from one step whose loss is evaluated to the next
+        evaluates = engine.step_count % interval == 0
+        overwrites = closure is not None and (first or evaluates)  # it is called again, and clears the gradients
+        if overwrites:
             gradients = {p: g.clone() for p, g in gradients.items()}
         objective = Objective(gradients, parts, terms, self._fisher, engine.stages.comm)
-        interval = 1  # how many steps apart the loss is evaluated after a step
         change: Change = objective.change
         if isinstance(closure, _Closure):
-            change, interval = functools.partial(self._change_of, closure, objective), _CLOSURE_STEPS
+            change = functools.partial(self._change_of, closure, objective)
         try:
             if first:
                 self._start(objective, change, canonical=closure is None)
             if self.lambda_.value:
-                self._take_best(objective, change, interval)
+                self._take_best(objective, change if evaluates else None, interval)
         except BaseException:
             objective.put_back()
             raise
         finally:
-            if closure is not None:
+            if overwrites:
                 for p, g in gradients.items():
                     p.grad = g
 
@@ -238,7 +240,7 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
             damping /= 10
         self.lambda_.set(good)
 
-    def _take_best(self, objective: Objective, change: Change, interval: int) -> None:
+    def _take_best(self, objective: Objective, change: Change | None, interval: int) -> None:
         """Moves the weights to the minimum of the model, and back again if the loss turns out to have risen."""
         gradients, last = objective.gradients, None
         states = [self.state[p] for p in gradients]
@@ -253,7 +255,7 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         shown = {"learning_rate": float(c[0]), "momentum": 0.0 if last is None else float(c[-1])}
         actual, predicted = 0.0, model.change(c, self.lambda_.value)
         updates = objective.place(c)
-        if self.curvature.step_count % interval == 0:
+        if change is not None:
             actual = change(c)
             self.lambda_.learn(actual, predicted, interval)
             shown |= {"damping": self.lambda_.value, "reduction_ratio": actual / predicted if predicted else 1.0}
