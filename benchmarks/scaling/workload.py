@@ -222,8 +222,12 @@ def _preconditioned(layer: KroneckerLayer, specs: tuple[FactorSpec, FactorSpec])
         tuple(torch.empty(p, *shape, device=meta) for shape in ([spec.dim], [spec.dim] * 2)[: 2 - spec.diagonal])
         for spec in specs
     )
-    bias = None if layer.bias is None else torch.empty(p * layer.d_out, device=meta)
+    parts = [torch.empty_like(parameter).flatten() for parameter in layer.parameters]
     with Counter() as counter:
-        gradient = layer.to_matrix(torch.empty_like(layer.weight), bias)
+        gradient = torch.cat(parts) if len(parts) > 1 else parts[0]
+        if layer.stored_transposed:
+            gradient = gradient.view(p, layer.d_in, layer.d_out).mT
+        else:
+            gradient = gradient.view(p, layer.d_out, layer.d_in)
         result = EigenSolver().precondition(gradient, a, g, gamma)
     return counter.work, Direction(result, gradient, gradient, 1.0)

@@ -111,9 +111,6 @@ class AttentionInputLayer(AttentionLayer):
         full.narrow(dim, pairs.start, pairs.stop - pairs.start).copy_(part)
         return full.flatten(dim, dim + 1)
 
-    def weight_to_matrix(self, weight: Tensor) -> Tensor:
-        return weight.unflatten(0, (3, -1))
-
     def matrix_to_weight(self, matrix: Tensor) -> Tensor:
         return matrix.flatten(0, 1)
 

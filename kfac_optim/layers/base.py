@@ -49,8 +49,8 @@ class Observation:
 class KroneckerLayer(ABC):
     """One weight, its bias, and the Kronecker pairs of their Fisher block.
 
-    A subclass says what a call contributes to A and G, and how gradients become matrices. Most types do this in terms
-    of rows; they derive from :class:`~kfac_optim.layers.base.RowsLayer`.
+    A subclass says what a call contributes to A and G, and which entries of matrices are those of the weight. Most
+    types do this in terms of rows; they derive from :class:`~kfac_optim.layers.base.RowsLayer`.
 
     Args:
         name: The module's name.
@@ -193,12 +193,12 @@ class KroneckerLayer(ABC):
         """
 
     @abstractmethod
-    def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Tensors of the shapes of weight and bias as matrices ``[p, d_out, d_in]``."""
-
-    @abstractmethod
     def from_matrix(self, matrix: Tensor) -> tuple[Tensor, ...]:
-        """The inverse of :meth:`~kfac_optim.KroneckerLayer.to_matrix`: one tensor per entry of ``parameters``."""
+        """The parts of matrices ``[p, d_out, d_in]``, of any dtype, that are those of ``parameters``, in their shapes.
+
+        Each part has entries of the matrices, best as a view. So this also says where those of a gradient belong in
+        its matrix, whose other entries are zero.
+        """
 
     def as_applied(self, module: nn.Module, details: Sequence[int]) -> Any:
         """What :meth:`~kfac_optim.KroneckerLayer.observe` and the like get as the module: for most types it itself.
@@ -279,12 +279,11 @@ class RowsLayer(KroneckerLayer):
         """
 
     @abstractmethod
-    def weight_to_matrix(self, weight: Tensor) -> Tensor:
-        """A tensor of the weight's shape as matrices ``[p, d_out, d]``, without the bias's column."""
-
-    @abstractmethod
     def matrix_to_weight(self, matrix: Tensor) -> Tensor:
-        """The inverse of :meth:`~kfac_optim.layers.base.RowsLayer.weight_to_matrix`."""
+        """Matrices ``[p, d_out, d]``, without the bias's column, in the shape of the weight.
+
+        See :meth:`~kfac_optim.KroneckerLayer.from_matrix`.
+        """
 
     def observe(self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
         all_rows = self.input_rows(module, self.multiplicand(a.detach(), dtype), output)
@@ -319,10 +318,6 @@ class RowsLayer(KroneckerLayer):
         if self.by_example:
             return rows.sum(1)
         return second_moment(rows, diagonal=self.specs[1].diagonal, blocks=self.specs[1].blocks)
-
-    def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
-        matrix = self.weight_to_matrix(weight)
-        return matrix if bias is None else torch.cat((matrix, bias.reshape(self.pairs, self.d_out, 1)), dim=-1)
 
     def from_matrix(self, matrix: Tensor) -> tuple[Tensor, ...]:
         if self.bias is None:

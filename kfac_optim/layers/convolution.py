@@ -104,9 +104,6 @@ class ConvLayer(_ConvNdLayer):
             a, padding = F.pad(a, module._reversed_padding_repeated_twice, mode=module.padding_mode), 0
         return a, _sliding(*map(_hashable, (module.kernel_size, module.stride, module.dilation, padding)))
 
-    def weight_to_matrix(self, weight: Tensor) -> Tensor:
-        return weight.reshape(self.pairs, self.d_out, -1)
-
     def matrix_to_weight(self, matrix: Tensor) -> Tensor:
         return matrix.reshape(self.weight_shape)
 
@@ -129,10 +126,6 @@ class ConvTransposeLayer(_ConvNdLayer):
         ones = (1,) * len(size)
         none = ((0, 0),) * len(ones)
         return F.pad(a, padding), Windows(size, ones, config[-1], none)
-
-    def weight_to_matrix(self, weight: Tensor) -> Tensor:
-        flipped = weight.flip(tuple(range(2, weight.dim())))
-        return flipped.unflatten(0, (self.pairs, -1)).transpose(1, 2).flatten(2)
 
     def matrix_to_weight(self, matrix: Tensor) -> Tensor:
         shape = self.weight_shape

@@ -19,7 +19,7 @@ class LinearLayer(RowsLayer):
     copies_rows = True
 
     def structure(self, module: nn.Module) -> tuple[int, int, int]:
-        d_out, d_in = self.weight_to_matrix(torch.empty(self.weight_shape, device="meta")).shape[1:]
+        d_out, d_in = reversed(self.weight_shape) if self.stored_transposed else self.weight_shape
         return 1, d_out, d_in + (self.bias is not None)
 
     def batch_dim_of(self, module: nn.Module, x: Tensor) -> int | None:
@@ -37,9 +37,6 @@ class LinearLayer(RowsLayer):
             return x.reshape(-1, 1, 1, x.shape[-1])
         return x.movedim(self.batch_dim, 0).flatten(1, -2)[:, :, None]
 
-    def weight_to_matrix(self, weight: Tensor) -> Tensor:
-        return weight[None]
-
     def matrix_to_weight(self, matrix: Tensor) -> Tensor:
         return matrix[0]
 
@@ -49,9 +46,6 @@ class TransposedLinearLayer(LinearLayer):
     """transformers' ``Conv1D``: a Linear whose weight is stored ``[d_in, d_out]``."""
 
     stored_transposed = True
-
-    def weight_to_matrix(self, weight: Tensor) -> Tensor:
-        return weight.T[None]
 
     def matrix_to_weight(self, matrix: Tensor) -> Tensor:
         return matrix[0].T

@@ -86,9 +86,6 @@ class _NormLayer(KroneckerLayer):
         sums = self.gradient_sums(module, a.to(g.dtype), g, statistics)
         return sums if self.d_out == 2 else sums[..., :1]
 
-    def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.stack([p.flatten() for p in (weight, bias) if p is not None], dim=-1)[..., None]
-
     def from_matrix(self, matrix: Tensor) -> tuple[Tensor, ...]:
         return tuple(column.reshape(self.weight_shape) for column in matrix[..., 0].unbind(-1))
 

@@ -93,6 +93,11 @@ def _part(vector: Tensor, index: slice) -> Tensor:
     return vector if index == _WHOLE else vector[index]
 
 
+def _flat(whole: Tensor) -> Tensor:
+    """Matrices in memory order (:class:`Layout`) as one vector."""
+    return whole.as_strided((whole.numel(),), (1,), whole.storage_offset())
+
+
 class Layout:
     """Where the parameters of some layers lie in a tensor that holds the matrices of these layers one after the other.
 
@@ -114,7 +119,8 @@ class Layout:
         self.shape = (count, d_out, d_in)
         self.memory_shape = (count, d_in, d_out) if self.is_transposed else self.shape
         self._runs: list[_Run] = []
-        self._computed: list[tuple[KroneckerLayer, slice]] = []  # layers without views, and the indices of their pairs
+        # Parts that are no views, as those of transposed convolutions: where each entry is among those of the matrices.
+        self._scattered: list[Part] = []
         whole, start = self.memory_view(torch.empty(self.memory_shape, device="meta")), 0
         self.parameters = {p for layer in layers for p in layer.parameters}
         self._unused = whole.numel()  # entries that belong to no parameter
@@ -123,13 +129,14 @@ class Layout:
             pairs = slice(start, start := start + layer.pairs)
             parts = layer.from_matrix(whole[pairs])
             storages = {part.untyped_storage()._cdata for part in parts}
-            if storages != {whole.untyped_storage()._cdata} or not all(part.dim() for part in parts):
-                self._unused -= whole[pairs].numel()
-                self._computed.append((layer, pairs))  # its matrix has another order, as for transposed convolutions
-                continue
             self._unused -= sum(part.numel() for part in parts)
-            places = zip(layer.parameters, (_WHOLE, layer.bias_part), parts, strict=False)
-            for kind, (p, index, part) in enumerate(places):
+            indices = (_WHOLE, layer.bias_part)
+            if storages != {whole.untyped_storage()._cdata} or not all(part.dim() for part in parts):
+                numbers = torch.arange(pairs.start * d_out * d_in, pairs.stop * d_out * d_in, device=self.device)
+                entries = layer.from_matrix(self.memory_view(numbers.view(-1, *self.memory_shape[1:])))
+                self._scattered += zip(layer.parameters, indices, map(Tensor.contiguous, entries), strict=False)
+                continue
+            for kind, (p, index, part) in enumerate(zip(layer.parameters, indices, parts, strict=False)):
                 if kind not in growing or not growing[kind].is_followed_by(part):
                     growing[kind] = _Run(part)
                     self._runs.append(growing[kind])
@@ -151,7 +158,7 @@ class Layout:
         Returns:
             Those parts, each with the vector to be copied there.
         """
-        if self._unused or not all(p in vectors for run in self._runs for p in run.parameters):
+        if self._unused or not all(p in vectors for p in self.parameters):
             whole.zero_()
         deferred: list[tuple[Tensor, Tensor]] = []
         for run in self._runs:
@@ -164,17 +171,10 @@ class Layout:
             else:
                 for part, vector in given:
                     part.copy_(vector)
-        self._fill_computed(self.memory_view(whole), vectors)
+        for p, index, places in self._scattered:
+            if p in vectors:
+                _flat(whole)[places] = _part(vectors[p], index).to(whole.dtype)
         return deferred
-
-    def _fill_computed(self, whole: Tensor, vectors: Mapping[nn.Parameter, Tensor]) -> None:
-        """Fills in the matrices of layers whose weight is no view of its matrix (transposed convolutions)."""
-        dtype = whole.dtype
-        for layer, pairs in self._computed:
-            bias = None if layer.bias is None else whole.new_zeros(layer.bias.shape)[layer.bias_part]
-            if layer.bias is not None and layer.bias in vectors:
-                bias = vectors[layer.bias][layer.bias_part].to(dtype)
-            whole[pairs] = layer.to_matrix(vectors[layer.weight].to(dtype), bias)
 
     def read(self, matrices: Tensor, parameters: Collection[nn.Parameter]) -> list[Part]:
         """Reads the part of each of these parameters out of matrices ``[p, d_out, d_in]``, as a view where possible."""
@@ -196,16 +196,10 @@ class Layout:
         for run in self._runs:
             for of_whole, parts in zip(found, run.read(matrices, parameters, copies), strict=True):
                 of_whole += parts
-        for of_whole, whole in zip(found, matrices, strict=True):
-            of_whole += self._read_computed(self.memory_view(whole), parameters)
-        return found
-
-    def _read_computed(self, whole: Tensor, parameters: Collection[nn.Parameter]) -> list[Part]:
-        """Reads the parts of layers whose weight is no view of its matrix (transposed convolutions)."""
-        found: list[Part] = []
-        for layer, pairs in self._computed:
-            parts = zip(layer.parameters, (_WHOLE, layer.bias_part), layer.from_matrix(whole[pairs]), strict=False)
-            found += [part for part in parts if part[0] in parameters]
+        for p, index, places in [part for part in self._scattered if part[0] in parameters]:
+            for of_whole, whole in zip(found, matrices, strict=True):
+                part = _flat(whole).index_select(0, places.view(-1))  # in less time than by places in their shape
+                of_whole.append((p, index, part.view(places.shape)))
         return found
 
 

@@ -269,7 +269,7 @@ def test_a_layer_type_that_lacks_a_part_is_refused_by_its_name() -> None:
         def output_rows(self, module: nn.Module, g: Tensor, context: object) -> Tensor:
             return g[:, None, None]
 
-    with pytest.raises(TypeError, match=r"Half.*matrix_to_weight.*weight_to_matrix"):
+    with pytest.raises(TypeError, match="Half.*matrix_to_weight"):
         Half("half", nn.Linear(4, 3), LayerOptions())  # type: ignore[abstract]
 
 

@@ -334,8 +334,9 @@ def observe(
 
 def columns(layer: KroneckerLayer, module: nn.Module) -> Tensor:
     """Where the engine's columns of the canonical weight stand in the reference: transposed kernels are flipped."""
-    numbers = torch.arange(layer.weight.numel()).view(layer.weight.shape)
-    ours, theirs = layer.weight_to_matrix(numbers)[0, 0], reference.weight_index(module)[0, 0]
+    numbers = torch.arange(layer.weight.numel()).view(layer.pairs, layer.d_out, -1)
+    theirs = reference.weight_index(module)[0, 0]
+    ours = layer.matrix_to_weight(numbers).flatten().argsort()[: len(theirs)]
     order = (ours[:, None] == theirs).nonzero()[:, 1]
     return order if layer.bias is None else F.pad(order, (0, 1), value=len(order))
 
