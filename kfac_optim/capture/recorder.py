@@ -12,7 +12,7 @@ from torch import Tensor
 from ..common.precision import full_precision
 from ..common.stopwatch import Stopwatch
 from ..distributed import is_sharded
-from ..layers import AttentionInputLayer, AttentionLayer, KroneckerLayer, LinearLayer, ProjectionCall
+from ..layers import KroneckerLayer, LinearLayer
 from .autograd import as_plain
 
 
@@ -68,9 +68,7 @@ class Recorder:
     def wants(self, index: int, a: Tensor, output: Tensor) -> bool:
         """Whether a call of a layer is to be recorded; see :meth:`observe` for the arguments."""
         layer = self.layers[index]
-        if index in self._left_out or not layer.weight.requires_grad:
-            return False
-        return isinstance(layer, AttentionLayer) or _is_local(layer, a, output)
+        return index not in self._left_out and layer.weight.requires_grad and _is_local(layer, a, output)
 
     @property
     def has_scaler(self) -> bool:
@@ -102,16 +100,10 @@ class Recorder:
         """
         layer = self.layers[index]
         module = layer.as_applied(layer.modules[use], details)
-        projection = ProjectionCall(*details) if isinstance(layer, AttentionLayer) else None
-        shape: Sequence[int] | None = None if output.is_nested else output.shape
+        shape = None if output.is_nested else output.shape
         with self.stopwatch.stage("factor computation"), full_precision(a.device.type):
-            if projection is not None:  # the output projection is applied to a matrix
-                a = a.reshape(-1, projection.examples, a.shape[-1])
-                shape = (-1, projection.examples, output.shape[-1])
-            seen = layer.subsample(module, a, self._fraction)
+            seen = layer.subsample(module, layer.with_examples(module, a), self._fraction)
             found = layer.observe(module, seen, output, self.dtype)
-            if isinstance(layer, AttentionInputLayer) and projection is not None:
-                found = layer.among_pairs(found, projection, len(seen))
             a = found.a if layer.by_example else layer.specs[0].pack(found.a)
         return LayerCall(index, module, a, found.count, found.context, self._fraction, shape)
 
@@ -127,7 +119,7 @@ class Recorder:
                 g = _positions_of(g)
             elif g.shape != call.shape:
                 g = g.reshape(call.shape)
-            seen = layer.subsample(call.module, g.detach(), call.fraction)
+            seen = layer.subsample(call.module, layer.with_examples(call.module, g.detach()), call.fraction)
             scaled, part = scaled and self.has_scaler, seen.numel() < g.numel()
             seen = seen.to(self.dtype) if scaled or part else layer.multiplicand(seen, self.dtype)
             if part:  # the selected examples stand for all; the root, because squares are added up

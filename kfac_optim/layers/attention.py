@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from .base import KroneckerLayer, Observation, own_parameter
@@ -29,7 +30,7 @@ class AttentionLayer(HostedLayer, LinearLayer):
     """A projection of ``nn.MultiheadAttention``, which applies weights by ``F.linear`` and does not call a module.
 
     Inputs and output gradients are ``[positions, n, d]``, whatever the dimension of the examples outside of attention.
-    ``module`` is the one that owns the weight.
+    ``module`` is the one that owns the weight, in the methods about single calls a :class:`ProjectionCall`.
 
     Args:
         host: The attention module.
@@ -66,6 +67,12 @@ class AttentionLayer(HostedLayer, LinearLayer):
             return False
         return bool(now.storage_offset() <= tensor.storage_offset() < now.storage_offset() + now.numel())
 
+    def as_applied(self, module: nn.Module, details: Sequence[int]) -> ProjectionCall:
+        return ProjectionCall(*details)
+
+    def with_examples(self, module: ProjectionCall, x: Tensor) -> Tensor:
+        return x.reshape(-1, module.examples, x.shape[-1])  # the output projection is applied to a matrix
+
 
 class AttentionInputLayer(AttentionLayer):
     """The packed q, k and v projections: three Kronecker pairs on one weight.
@@ -77,21 +84,15 @@ class AttentionInputLayer(AttentionLayer):
         rows, d_in = self.weight_shape
         return 3, rows // 3, d_in + (self.bias is not None)
 
-    def among_pairs(self, seen: Observation, call: ProjectionCall, positions: int) -> Observation:
-        """A call's contribution to all three pairs, from that to the pairs that it uses.
-
-        Args:
-            seen: The observation of the call.
-            call: Which pairs are used.
-            positions: How many positions each example has.
-        """
-        pairs = slice(call.first_pair, call.end_pair)
-        moment, count = seen.a, seen.count
+    def observe(self, module: Any, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
+        """A call's contribution to all three pairs, from that to the pairs that it uses."""
+        seen = super().observe(module, a, output, dtype)
+        pairs, moment, count = slice(module.first_pair, module.end_pair), seen.a, seen.count
         if self.by_example:
             count = count.new_zeros(self.pairs)
             count[pairs] = seen.count
-        elif call.first_pair > 0:  # keys and values, weighted as if there were as many as queries, whose rows count
-            moment, count = moment * (call.queries / positions), 0.0
+        elif module.first_pair > 0:  # keys and values, weighted as if there were as many as queries, whose rows count
+            moment, count = moment * (module.queries / len(a)), 0.0
         return Observation(self._among_zeros(pairs, moment, side=0), count, context=pairs)
 
     def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:

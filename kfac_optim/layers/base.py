@@ -207,6 +207,10 @@ class KroneckerLayer(ABC):
         """
         return module
 
+    def with_examples(self, module: Any, x: Tensor) -> Tensor:
+        """An input or output gradient with a dimension for the examples, which that of attention may lack."""
+        return x
+
     def batch_dim_of(self, module: nn.Module, x: Tensor) -> int | None:
         """The dimension of the examples in an input or output ``x``; None if ``x`` is a single example without one."""
         return 0 if x.dim() > 1 else None
