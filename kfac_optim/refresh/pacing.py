@@ -24,8 +24,6 @@ from ..schedules import due, growing
 _COSTS = {"cpu": (10.0, 0.0, 0.0), "accelerator": (50.0, 7.5e8, 2e10), "meta": (50.0, 7.5e8, 2e10)}
 _PASSES = 3.0  # the matrix products of a layer in a forward and a backward pass
 _PER_WEIGHT = 300.0  # the cost, in multiply-adds, of reading and writing a weight some 15 times in a step
-# How many steps up to a refresh collect statistics, if the interval is longer than _SHORT. If it grows meanwhile, more
-# of them do: five if it is half of the steps so far.
 _WORTH_WAITING = 10  # the first refresh waits only if its work demands more steps than this many intervals have
 
 

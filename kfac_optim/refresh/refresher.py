@@ -44,8 +44,9 @@ from ..solvers import (
 from .jobs import Refresh, batch_of, grouped_by_shape
 from .pacing import Pace
 
-_LATEST = 3  # how many steps before a refresh collect statistics, if the interval is longer than _SHORT
-_SHORT = 12
+# How many steps before a refresh collect statistics, if the interval is longer than _SHORT. If it grows meanwhile, more
+# of them do: five if it is half of the steps so far.
+_LATEST, _SHORT = 3, 12
 
 
 class Refresher(Counted, pending_spread=Counter(None)):
