@@ -6,7 +6,7 @@ A hook holds its owner weakly, so that a model keeps no optimizer alive, and doe
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Set
+from collections.abc import Callable, Iterable, MutableMapping, Set
 from typing import Any
 
 import torch
@@ -150,12 +150,16 @@ class Hooks:
             _put_last_first(module._forward_hooks)
 
     def _keep(self, handle: Any, module: nn.Module) -> None:
-        """Keeps a hook that was put on a module, under its number."""
+        """Keeps a hook that was put on a module as its last, under its number in the place of torch's."""
         n = self._counts.get(module, 0)
         self._counts[module] = n + 1
         if n == len(self._numbers):
             self._numbers.append(handle.id)
-        self._handles.append(_NumberedHook(handle, self._numbers[n]))
+        for hooks in (handle.hooks_dict_ref(), *(reference() for reference in handle.extra_dict_ref)):
+            if handle.id in hooks:
+                hooks[self._numbers[n]] = hooks.pop(handle.id)
+        vars(handle)["id"] = self._numbers[n]  # by which torch removes it
+        self._handles.append(handle)
 
     def remove(self) -> None:
         """Removes all hooks."""
@@ -181,29 +185,6 @@ def modules_to_hook(watched: Set[nn.Module], roots: Iterable[nn.Module]) -> dict
         for part in module.children():
             around[part].add(own[module])
     return {module: "/".join([own[module], *sorted(around[module])]) for module in hooked}
-
-
-class _NumberedHook:
-    """A hook whose number in the module's dictionaries is not the one that torch has given it; the handle to remove it.
-
-    Args:
-        handle: Torch's handle.
-        number: The number; the module's last hook gets it.
-    """
-
-    def __init__(self, handle: Any, number: int) -> None:
-        self._references, self._number = (handle.hooks_dict_ref, *handle.extra_dict_ref), number
-        for hooks in self._dictionaries():
-            if handle.id in hooks:
-                hooks[number] = hooks.pop(handle.id)
-
-    def remove(self) -> None:
-        """Removes the hook."""
-        for hooks in self._dictionaries():
-            hooks.pop(self._number, None)
-
-    def _dictionaries(self) -> Iterator[dict[int, Any]]:
-        return (hooks for reference in self._references if (hooks := reference()) is not None)
 
 
 def _put_last_first(hooks: dict[int, Any]) -> None:
