@@ -21,7 +21,7 @@ from torch._compile import _disable_dynamo
 
 from ..common.stopwatch import Stopwatch
 from ..distributed import is_sharded, own_part
-from ..layers import AttentionLayer, HostedLayer, KroneckerLayer, RecurrentLayer
+from ..layers import HostedLayer, KroneckerLayer, RecurrentLayer
 from .autograd import (
     as_plain,
     beneath_transforms,
@@ -42,7 +42,7 @@ from .recurrent import RecurrentCalls
 from .sampling import SampledBackward
 from .signs import GameSigns
 from .statistics import TakenStatistics
-from .taps import AttentionTap, Tap, remove_taps, tap_of
+from .taps import Tap, remove_taps, tap_of
 from .weight_uses import WeightUses
 
 
@@ -330,7 +330,7 @@ class Capture:
             remove_taps(module)  # an interrupted call may have left its tap
         if torch.is_grad_enabled() and any(layer.weight.requires_grad for _, layer in layers):
             if tap is None:
-                tap = AttentionTap(module) if isinstance(layers[0][1], AttentionLayer) else Tap(module)
+                tap = Tap(module)
                 tap.__enter__()
             record: Callable[..., Any] = self._trace if is_traced else self._record
             tap.add([(functools.partial(record, *place), layer) for place, layer in layers])

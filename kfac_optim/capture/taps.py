@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
-from ..layers import Application, AttentionInputLayer, HostedLayer, ProjectionCall, application_of
+from ..layers import Application, AttentionInputLayer, AttentionLayer, HostedLayer, ProjectionCall, application_of
 
 # Called with one use of a weight: the function's input, its output and, as numbers, how it was applied. Returns a
 # replacement for the output, or None.
@@ -36,6 +36,8 @@ class Tap(TorchFunctionMode):
         self.watched: list[tuple[Record, HostedLayer]] = []
         self.has_begun = False  # whether the call has got as far as one of the functions
         self.is_traced = torch.compiler.is_compiling()
+        # Of attention: how many rows of a packed weight it has applied so far, and how many queries each example has.
+        self._examples, self._rows_applied, self._queries = 1, 0, 0
 
     def add(self, watched: Iterable[tuple[Record, HostedLayer]]) -> None:
         """Reports to one more engine; there are several if an optimizer has a part of the host's weights only."""
@@ -45,11 +47,9 @@ class Tap(TorchFunctionMode):
         """Runs one function of torch; inside it this mode is off."""
         if torch.compiler.is_compiling() and not self.is_traced:  # a compiled part of the host, not all of it
             return func(*args, **(kwargs or {}))
-        return self.run(func, args, kwargs or {})
-
-    def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Runs a function, and reports it if it applies a weight."""
-        output, application = func(*args, **kwargs), application_of(func, args, kwargs)
+        if func is F.multi_head_attention_forward:
+            return self._attend(*args, **(kwargs or {}))
+        output, application = func(*args, **(kwargs or {})), application_of(func, args, kwargs or {})
         return output if application is None else self.report(application, output)
 
     def report(self, application: Application, output: Tensor) -> Tensor:
@@ -64,8 +64,43 @@ class Tap(TorchFunctionMode):
         return output
 
     def details_of(self, layer: HostedLayer, application: Application) -> Sequence[int]:
-        """How a weight was applied, as numbers that the layer knows to read."""
-        return application.windows
+        """How a weight was applied, as numbers that the layer knows to read.
+
+        Attention applies packed projections all at once, or part by part in the order q, k, v.
+        """
+        if not isinstance(layer, AttentionLayer):
+            return application.windows
+        if not isinstance(layer, AttentionInputLayer):
+            return ProjectionCall(self._examples)
+        rows, before = application.weight.shape[0], self._rows_applied
+        first, self._rows_applied = before // layer.d_out, before + rows
+        if first == 0:
+            self._queries = application.input.shape[0]
+        return ProjectionCall(self._examples, first, self._rows_applied // layer.d_out, self._queries)
+
+    def _attend(self, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """``F.multi_head_attention_forward`` with :meth:`_linear` in the place of ``F.linear``.
+
+        A mode is off inside the function that it runs, and that function hands itself to every mode that is on. So a
+        copy of its code runs instead, which looks ``linear`` up elsewhere.
+        """
+        self.has_begun = True
+        self._examples = query.shape[1] if query.dim() == 3 else 1
+        if not torch.compiler.is_compiling():
+            functions = _functions_with(self._linear)
+            try:
+                return functions["multi_head_attention_forward"](query, *args, **kwargs)
+            finally:
+                functions.clear()  # breaks the cycle with the functions that hold it
+        # dynamo accepts no functions made while it traces, so this one exists already, and finds the tap in a list.
+        _TRACED_TAPS.append(self)
+        try:
+            return _TRACEABLE_ATTENTION(query, *args, **kwargs)
+        finally:
+            _TRACED_TAPS.pop()
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.report(Application(input, weight, bias), F.linear(input, weight, bias))
 
 
 def tap_of(host: nn.Module, layers: Collection[HostedLayer]) -> Tap | None:
@@ -99,57 +134,6 @@ def remove_taps(host: nn.Module | None = None) -> None:
         _push_mode(mode)
 
 
-# Attention, which applies parts of packed weights inside a function of torch ----------------------------------------
-
-
-class AttentionTap(Tap):
-    """Reports the projections of one call of ``nn.MultiheadAttention``."""
-
-    def __init__(self, host: nn.Module) -> None:
-        super().__init__(host)
-        self.examples = 1
-        self.rows_applied = 0  # how many rows of a packed weight the module has applied so far
-        self.queries = 0  # how many queries each example has
-
-    def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Runs a function; projections are reported where attention applies them."""
-        return (self._attend if func is F.multi_head_attention_forward else func)(*args, **kwargs)
-
-    def details_of(self, layer: HostedLayer, application: Application) -> Sequence[int]:
-        """Which use this is: packed projections are applied all at once, or part by part in the order q, k, v."""
-        if not isinstance(layer, AttentionInputLayer):
-            return ProjectionCall(self.examples)
-        rows, before = application.weight.shape[0], self.rows_applied
-        first, self.rows_applied = before // layer.d_out, before + rows
-        if first == 0:
-            self.queries = application.input.shape[0]
-        return ProjectionCall(self.examples, first, self.rows_applied // layer.d_out, self.queries)
-
-    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self.report(Application(input, weight, bias), F.linear(input, weight, bias))
-
-    def _attend(self, query: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """``F.multi_head_attention_forward`` with :meth:`_linear` in the place of ``F.linear``.
-
-        A mode is off inside the function that it runs, and that function hands itself to every mode that is on. So a
-        copy of its code runs instead, which looks ``linear`` up elsewhere.
-        """
-        self.has_begun = True
-        self.examples = query.shape[1] if query.dim() == 3 else 1
-        if not torch.compiler.is_compiling():
-            functions = _functions_with(self._linear)
-            try:
-                return functions["multi_head_attention_forward"](query, *args, **kwargs)
-            finally:
-                functions.clear()  # breaks the cycle with the functions that hold it
-        # dynamo accepts no functions made while it traces, so this one exists already, and finds the tap in a list.
-        _TRACED_TAPS.append(self)
-        try:
-            return _TRACEABLE_ATTENTION(query, *args, **kwargs)
-        finally:
-            _TRACED_TAPS.pop()
-
-
 def _functions_with(linear: Callable[..., Tensor]) -> dict[str, Any]:
     """The functions of ``torch.nn.functional`` with another ``linear``, called by a copy of the attention function."""
     functions: dict[str, Any] = {**vars(F), "linear": linear}
@@ -162,5 +146,5 @@ def _functions_with(linear: Callable[..., Tensor]) -> dict[str, Any]:
 _ORIGINALS = {
     name: getattr(F, name) for name in ("_in_projection", "_in_projection_packed", "multi_head_attention_forward")
 }
-_TRACED_TAPS: list[AttentionTap] = []  # used only while dynamo traces, which sees a list of its own
+_TRACED_TAPS: list[Tap] = []  # used only while dynamo traces, which sees a list of its own
 _TRACEABLE_ATTENTION = _functions_with(lambda *args: _TRACED_TAPS[-1]._linear(*args))["multi_head_attention_forward"]
