@@ -12,18 +12,7 @@ from .damping import Damping, kind_of, unit_of
 from .distributed import LayerAssignment
 from .factors import FactorSpec
 from .layers import KroneckerLayer
-from .snapshots import (
-    AG,
-    CONSTRAINED,
-    SOURCES,
-    START_REACH,
-    UNLEARNED,
-    Factors,
-    KnownSpectra,
-    Snapshot,
-    Source,
-    State,
-)
+from .snapshots import AG, CONSTRAINED, SOURCES, START_REACH, UNLEARNED, Factors, KnownSpectra, Snapshot, Source, State
 from .solvers import Sides
 from .spectra import eigenvalues
 

@@ -81,14 +81,7 @@ class Recorder:
         scale = scaler._get_scale_async() if scaler is not None and scaler.is_enabled() else None
         return torch.ones((), device=device) if scale is None else scale.to(device)
 
-    def observe(
-        self,
-        index: int,
-        use: int,
-        a: Tensor,
-        output: Tensor,
-        details: Sequence[int],
-    ) -> LayerCall:
+    def observe(self, index: int, use: int, a: Tensor, output: Tensor, details: Sequence[int]) -> LayerCall:
         """Notes a call of a layer, and takes the moment of its input at once.
 
         Args:

@@ -123,11 +123,7 @@ class Replay:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        fisher: Fisher,
-        loss_terms: LossTerms,
-        layers: Callable[[], Sequence[KroneckerLayer]],
+        self, module: nn.Module, fisher: Fisher, loss_terms: LossTerms, layers: Callable[[], Sequence[KroneckerLayer]]
     ) -> None:
         self.module, self.fisher, self.loss_terms, self.layers = module, fisher, loss_terms, layers
         self.enabled = True

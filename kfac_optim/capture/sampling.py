@@ -144,7 +144,7 @@ class SampledBackward:
                 f"fisher={name!r} samples targets of that distribution, but the gradient of the loss with respect to "
                 f"the model's output {problem}: choose the fisher that fits the loss (categorical: cross-entropy, "
                 "bernoulli: binary cross-entropy, gaussian: squared error), or fisher='empirical'. If the loss is not "
-                "computed from this output, give the distribution an output_fn",
+                "computed from this output, give the distribution an output_fn"
             )
 
     def _require_whole_model(self, call: ModelCall) -> None:

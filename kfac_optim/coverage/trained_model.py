@@ -136,7 +136,7 @@ class TrainedModel:
         if self.parameters and not self.roots:
             warn_user(
                 "no module was found that owns the optimizer's parameters, so that all of them train by the base rule; "
-                "if they are a model's, pass the model, as first argument or as model=...",
+                "if they are a model's, pass the model, as first argument or as model=..."
             )
         elif not skipped and trained and not any(block.layer.weight.requires_grad for block in self.blocks):
             frozen = ["all layers that it could precondition are frozen"] if self.blocks else []
@@ -146,7 +146,7 @@ class TrainedModel:
             )
             warn_user(
                 "K-FAC preconditions none of the optimizer's parameters, so that all of them train by the base rule: "
-                f"{'; '.join(shown)}. print(optimizer.curvature) lists them, and register_layer() adds a rule{more}",
+                f"{'; '.join(shown)}. print(optimizer.curvature) lists them, and register_layer() adds a rule{more}"
             )
 
     def covered(self) -> set[nn.Parameter]:
@@ -217,7 +217,7 @@ class TrainedModel:
             warn_user(
                 f"{', '.join(sorted(declined))}: the parameters or the modules were changed after the optimizer was "
                 "built, by a parametrization or pruning for instance; from now on they train by the base rule "
-                "(print(optimizer.curvature) says why)",
+                "(print(optimizer.curvature) says why)"
             )
 
     def _owned(self) -> set[nn.Parameter]:

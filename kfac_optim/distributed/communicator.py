@@ -92,12 +92,7 @@ class Communicator(ABC):
     group: Any = None
 
     def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        *,
-        comm_dtype: torch.dtype | None = None,
-        average_gradients: bool = True,
+        self, rank: int, world_size: int, *, comm_dtype: torch.dtype | None = None, average_gradients: bool = True
     ) -> None:
         if comm_dtype not in _COMM_DTYPES:
             allowed = ", ".join(map(repr, _COMM_DTYPES))

@@ -20,10 +20,7 @@ from ..snapshots import AG, KnownSpectra, Source, State
 
 
 def known_spectra(
-    blocks: Sequence[Block],
-    source: Source,
-    comm: Communicator,
-    largest: Callable[[Block, int], Tensor] | None = None,
+    blocks: Sequence[Block], source: Source, comm: Communicator, largest: Callable[[Block, int], Tensor] | None = None
 ) -> dict[Block, KnownSpectra]:
     """Tells all ranks the eigenvalues of factors that only some of them know (a collective if there are any).
 

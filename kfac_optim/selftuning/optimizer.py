@@ -281,7 +281,7 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
             "it ignores targets (let the model return only the outputs that the loss uses), or it is a mean over "
             "something other than loss_average: that of nn.CrossEntropyLoss over tokens is "
             "'batch+sequence', of nn.BCEWithLogitsLoss 'elements', and of nn.MSELoss, which is "
-            "Gaussian(variance=0.5), 'elements', too",
+            "Gaussian(variance=0.5), 'elements', too"
         )
 
     def _change_of(self, closure: _Closure, objective: Objective, c: Tensor) -> float:
