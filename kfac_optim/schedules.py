@@ -2,8 +2,7 @@
 
 A schedule is a plain number or any ``callable(step) -> number``, where ``step`` counts optimizer steps from 0. The
 classes below make the schedules of the papers; they can be pickled, and so can an optimizer that uses them.
-:class:`Progress` has the step. ``Config.at`` has the checked value of an option, :func:`positive_at` that of a number
-inside a damping or a scaling.
+``Config.at`` has the checked value of an option, :func:`positive_at` that of a number inside a damping or a scaling.
 
 Work that is done at intervals is due at step ``t`` if ``t - last >= interval(t)``, where ``last`` is the step at which
 it was last done. Work that was never done is due at once.
@@ -12,12 +11,11 @@ it was last done. Work that was never done is due at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar, Union
+from typing import TypeVar, Union
 
 from .common.checks import is_int, is_number, is_positive, require_number, require_schedule
-from .common.counters import Counted, counter
 
 _LASTING = 10  # intervals that have grown to their maximum are at least so many times what a refresh costs
 
@@ -40,52 +38,6 @@ def positive_at(name: str, schedule: Schedule[float], step: int, *, owner: str =
 def due(interval: int, step: int, last: int | None) -> bool:
     """Whether work that was last done at step ``last`` (None: never) is due at ``step``."""
     return last is None or step - last >= interval
-
-
-class Progress(Counted):
-    """How far training has come.
-
-    Attributes:
-        step: The number of steps taken, with those of the run that this one resumes.
-        taken: The number of steps taken without those.
-        skipped_steps: The number of steps with a gradient that was not finite.
-        last_statistics: The step that last added statistics; None: the next step collects some, whatever the interval.
-        lacks_counters: Whether a new engine has got factors of an earlier run without its counters.
-    """
-
-    step: int = counter(0)
-    skipped_steps: int = counter(0)
-    last_statistics: int | None = counter(None)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.taken, self.lacks_counters = 0, False
-
-    def load(self, counters: Mapping[str, Any]) -> None:
-        """Restores saved counters."""
-        super().load(counters)
-        self.lacks_counters = False
-
-    def advance(self) -> None:
-        """Counts a step that was taken."""
-        self.step += 1
-        self.taken += 1
-
-    def skip(self) -> None:
-        """Counts a step that is not taken."""
-        self.skipped_steps += 1
-
-    def note_statistics(self) -> None:
-        """Notes that this step has added statistics."""
-        self.last_statistics = self.step
-
-    def collect_next_step(self) -> None:
-        """Has the next step collect statistics, whatever the interval."""
-        self.last_statistics = None
-
-    def note_foreign_factors(self) -> None:
-        """Notes that factors of an earlier run came without its counters."""
-        self.lacks_counters = True
 
 
 @dataclass(frozen=True)

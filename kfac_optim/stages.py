@@ -24,9 +24,9 @@ from .distributed import Communicator, communicator_of, is_sharded, require_all_
 from .layers import KroneckerLayer
 from .placement import Ranks
 from .preconditioning import Preconditioner
+from .progress import Progress
 from .refresh import Refresher
 from .scaling import traits_of
-from .schedules import Progress
 from .sightings import Sightings
 from .steering import Plan, Steering
 

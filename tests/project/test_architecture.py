@@ -31,7 +31,7 @@ TREES = {
 # From the bottom up: a module or package imports from the rows above its own alone, not from its own row.
 LAYERS = (
     ("common", "spectra"),
-    ("distributed", "factors", "schedules"),
+    ("distributed", "factors", "progress", "schedules"),
     ("bases", "layers", "damping"),
     ("capture", "solvers"),
     ("snapshots",),
