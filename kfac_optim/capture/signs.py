@@ -62,18 +62,12 @@ class Leftover:
 
 
 class GameSigns:
-    """What was thrown away since the last step of an optimizer.
+    """What was thrown away since the last step of an optimizer: captured gradients, and added ones."""
 
-    Args:
-        captured: Whether captured gradients were.
-        added: Whether gradients were that had been added to those that the step has left.
-    """
-
-    def __init__(self, *, captured: bool = False, added: bool = False) -> None:
-        self._captured, self._added = captured, added
-        self._leftover: Leftover | None = None
+    def __init__(self) -> None:
         self._passes: weakref.ref[BackwardPasses] | None = None  # weak, because they hold this object
-        self._forget_calls()
+        self._leftover: Leftover | None
+        self.restore(captured=False, added=False)
 
     def _forget_calls(self) -> None:
         self._served: set[KroneckerLayer] = set()  # the layers that have served since the last step
@@ -143,5 +137,6 @@ class GameSigns:
 
     def __getstate__(self) -> dict[str, Any]:
         """The state to copy or pickle: hooks stay behind, and what was captured is lost."""
-        captured, added = self.if_resumed
-        return vars(GameSigns(captured=captured, added=added))
+        (captured, added), copied = self.if_resumed, GameSigns()
+        copied.restore(captured=captured, added=added)
+        return vars(copied)
