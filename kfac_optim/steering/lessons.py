@@ -33,7 +33,7 @@ class Lessons:
         length: The length of the base optimizer's last update, if directions were computed for it, 0-dim.
         grows: Whether updates grow with the gradient (:meth:`.Rule.updates_grow`).
         stretched: The parameters that the last step stretched, each with the size of its learning rate, negative under
-            ``maximize``; 1 if the rate is a tensor, which is in the next two.
+            ``maximize``.
         after: ``<g', s>`` of each, ``[n]``, with the gradient g' and the last stretch s.
         before: ``<g, s>`` of each, ``[n]``, with the averaged gradient g that s was made from.
         edits: Which weights were changed since the last step (:meth:`.WeightWatch.edits`).
@@ -44,7 +44,7 @@ class Lessons:
     average: Tensor | None
     length: Tensor | None
     grows: bool
-    stretched: Mapping[nn.Parameter, float]
+    stretched: Mapping[nn.Parameter, Scalar]
     after: Tensor | None
     before: Tensor | None
     edits: Tensor | None
@@ -73,7 +73,7 @@ class Readings:
         flags: Sequence[Tensor],
     ) -> None:
         largest = largest_entry(gradients) if lessons is None or lessons.largest is None else lessons.largest
-        learned = [] if lessons is None else vars(lessons).values()
+        learned = [] if lessons is None else [*vars(lessons).values(), *lessons.stretched.values()]
         tensors = dict.fromkeys(each for each in (largest, *rates, *learned, *flags) if isinstance(each, Tensor))
         self._found = dict(zip(tensors, _numbers_in([*tensors]), strict=True))  # a tensor equals itself alone as a key
         self.lessons, self.largest = lessons, self.number(largest)
@@ -92,14 +92,13 @@ class Readings:
         """The number in a 0-dim tensor; 0 for None."""
         return 0.0 if tensor is None else self._found[tensor][0]
 
-    def slopes(self) -> dict[nn.Parameter, tuple[float, float]]:
-        """``after`` and ``before`` of the lessons by parameter, times its share of the highest learning rate."""
+    def slopes(self) -> dict[nn.Parameter, tuple[float, float, float]]:
+        """``after`` and ``before`` of the lessons and the rate in ``stretched``, by parameter."""
         if self.lessons is None:
             return {}
-        after, before = self.numbers(self.lessons.after), self.numbers(self.lessons.before)
-        each = zip(self.lessons.stretched.items(), after, before, strict=True)
-        unit = self.rate or 1.0
-        return {p: (of_after * (lr / unit), of_before * abs(lr / unit)) for (p, lr), of_after, of_before in each}
+        stretched, after, before = self.lessons.stretched, self.lessons.after, self.lessons.before
+        rates = [self.number(lr) if isinstance(lr, Tensor) else lr for lr in stretched.values()]
+        return dict(zip(stretched, zip(self.numbers(after), self.numbers(before), rates, strict=True), strict=True))
 
 
 def _numbers_in(tensors: Sequence[Tensor]) -> list[list[float]]:
@@ -160,19 +159,18 @@ def _average(buckets: Sequence[Bucket], copies: Copies) -> Tensor | None:
 
 def _stretched(
     buckets: Sequence[Bucket], copies: Copies
-) -> tuple[dict[nn.Parameter, float], Tensor | None, Tensor | None]:
+) -> tuple[dict[nn.Parameter, Scalar], Tensor | None, Tensor | None]:
     """What the gradients say about the last stretches: ``stretched``, ``after`` and ``before`` of :class:`Lessons`."""
-    found: dict[nn.Parameter, float] = {}
+    found: dict[nn.Parameter, Scalar] = {}
     compared: list[Compared] = []
     before: list[Tensor] = []
     both = records.STRETCH, records.DESCENT
     having_both = [records.having(bucket, *both) for bucket in buckets]  # users may have deleted one
     recorded = (records.recorded(having_both, key) for key in both)
     for (some, stretches), (_, descents) in zip(*recorded, strict=True):
-        lr = _rate_downhill(some)
-        found.update(dict.fromkeys([m.p for m in some], 1.0 if isinstance(lr, Tensor) else lr))
-        compared.append(Compared([m.gradient for m in some], stretches, lr if isinstance(lr, Tensor) else 1.0))
-        before += [descent * abs(lr) for descent in descents] if isinstance(lr, Tensor) else descents
+        found.update(dict.fromkeys([m.p for m in some], _rate_downhill(some)))
+        compared.append(Compared([m.gradient for m in some], stretches))
+        before += descents
     return (found, alignments(compared, copies), _together(before)) if found else ({}, None, None)
 
 

@@ -26,8 +26,9 @@ has fallen, it falls as much at slopes above 2, which are just as far from 1/2, 
 say so little, steps along flat directions should be short.
 
 Steps that are a little too long drive the loss up from step to step, and if gradients grow along with it, no slope is
-below -1. So a reach falls to less than a half if ``<g, stretch>``, per unit of the learning rate, is more than sixteen
-times as large as when it last rose, as it is where gradients are more than four times as large.
+below -1. So a reach falls to less than a half if ``<g, stretch>``, per unit of the layer's learning rate, is more than
+sixteen times as large as when it last rose, as it is where gradients are more than four times as large (or sixteen
+times, if the base's updates do not grow with them).
 
 Before its first fall, a reach is only known to be too small, and the less the slope has changed, the further it may be
 from where the loss ceases to fall. So until then it rises by more where the slope is above a half, by four tenths where
@@ -66,7 +67,7 @@ _JUMP = 2.0  # a rate that rises by more than this factor from one step to the n
 
 def learn_reaches(
     blocks: Sequence[Block],
-    slopes: Mapping[nn.Parameter, tuple[float, float]],
+    slopes: Mapping[nn.Parameter, tuple[float, float, float]],
     undone: Set[nn.Parameter],
     *,
     warms_up: bool,
@@ -77,7 +78,7 @@ def learn_reaches(
     Args:
         blocks: The layers' blocks.
         slopes: For each parameter that was stretched, two alignments with its stretch: that of the gradient after the
-            step, and that of the gradients before it.
+            step, and that of the gradients before it; then its learning rate, negative under ``maximize``.
         undone: The parameters of layers whose last stretch the training loop may have undone. Nothing is learned from
             these stretches, except that a constrained layer still learns, up to its start value.
         warms_up: Whether the learning rate rises.
@@ -89,10 +90,10 @@ def learn_reaches(
     too_long: set[nn.Parameter] = set()
     fast_up_to = 0.0 if warms_up else _FAST_UP_TO if grows else math.inf
     for block in blocks if slopes else ():
-        after = before = 0.0
-        for p in block.layer.parameters:
-            of_p = slopes.get(p, (0.0, 0.0))
-            after, before = after + of_p[0], before + of_p[1]
+        found = [slopes[p] for p in block.layer.parameters if p in slopes]
+        unit = max((abs(rate) for *_, rate in found), default=0.0) or 1.0  # not that of others, which may change alone
+        after = sum(of_after * (rate / unit) for of_after, _, rate in found)
+        before = sum(of_before * abs(rate / unit) for _, of_before, rate in found)
         if before > 0 and (not undone or block.is_constrained or undone.isdisjoint(block.layer.parameters)):
             slope, fell, descent = after / before, block.learned("fell"), block.learned("descent")
             if slope > 0 and not (fell and _excess(slope) > 1):

@@ -302,7 +302,7 @@ def learned(slope: float, descent: float, times: int = 1) -> tuple[float, bool]:
     optimizer, weight = stepped()
     blocks = optimizer.curvature.stages.blocks
     for _ in range(times):
-        too_long = reach.learn_reaches(blocks, {weight: (slope, descent)}, set(), warms_up=False, grows=False)
+        too_long = reach.learn_reaches(blocks, {weight: (slope, descent, 1.0)}, set(), warms_up=False, grows=False)
     assert blocks[0].reach == 0.01, "that of another layer"
     assert not too_long or too_long == set(blocks[1].layer.parameters)
     return blocks[1].reach, bool(too_long)
@@ -328,7 +328,7 @@ def test_after_its_first_fall_reach_falls_where_a_slope_is_noise() -> None:
         (math.inf, 1 / 30),
     ]:
         block.set_learned(reach=0.1)
-        too_long = reach.learn_reaches([block], {weight: (slope, 1.0)}, set(), warms_up=False, grows=False)
+        too_long = reach.learn_reaches([block], {weight: (slope, 1.0, 1.0)}, set(), warms_up=False, grows=False)
         assert (block.reach, bool(too_long)) == (pytest.approx(0.1 * expected), slope <= 0)
 
 
@@ -338,17 +338,17 @@ def test_before_its_first_fall_reach_rises_faster_where_the_slope_has_hardly_cha
     block = optimizer.curvature.stages.blocks[1]
     for growth, slope in [(1.1, 0.4), (1.1, 0.5), ((1.1 * 1.4) ** 0.5, 0.75), (1.4, 1.0), (1.4, 5.0), (1.4, math.inf)]:
         before = block.reach
-        reach.learn_reaches([block], {weight: (slope, 1.0)}, set(), warms_up=False, grows=False)
+        reach.learn_reaches([block], {weight: (slope, 1.0, 1.0)}, set(), warms_up=False, grows=False)
         reach.lower_reaches([block], 1.2)
         assert block.reach == pytest.approx(before * growth / 1.2) and not block.learned("fell")
     for before, grows, growth in [(0.09, True, 1.4), (0.1, True, 1.1), (1.0, True, 1.1), (1.0, False, 1.4)]:
         block.set_learned(reach=before)
-        reach.learn_reaches([block], {weight: (1.0, 1.0)}, set(), warms_up=False, grows=grows)
+        reach.learn_reaches([block], {weight: (1.0, 1.0, 1.0)}, set(), warms_up=False, grows=grows)
         assert block.reach == pytest.approx(before * growth)
     before = block.reach
-    reach.learn_reaches([block], {weight: (1.0, 1.0)}, set(), warms_up=True, grows=False)
+    reach.learn_reaches([block], {weight: (1.0, 1.0, 1.0)}, set(), warms_up=True, grows=False)
     assert block.reach == pytest.approx(1.1 * before)
-    reach.learn_reaches([block], {weight: (-0.1, 1.0)}, set(), warms_up=False, grows=False)
+    reach.learn_reaches([block], {weight: (-0.1, 1.0, 1.0)}, set(), warms_up=False, grows=False)
     other, same_weight = stepped()
     for each, of in [(optimizer, weight), (other, same_weight)]:
         if each is other:
@@ -356,7 +356,7 @@ def test_before_its_first_fall_reach_rises_faster_where_the_slope_has_hardly_cha
         block = each.curvature.stages.blocks[1]
         assert [b.learned("fell") for b in each.curvature.stages.blocks] == [False, True]
         before = block.reach
-        reach.learn_reaches([block], {of: (1.0, 1.0)}, set(), warms_up=False, grows=False)
+        reach.learn_reaches([block], {of: (1.0, 1.0, 1.0)}, set(), warms_up=False, grows=False)
         assert block.reach == pytest.approx(1.1 * before)
         block.set_learned(reach=before)
 
@@ -380,32 +380,37 @@ def test_reach_is_more_than_halved_where_gradients_have_run_away() -> None:
         other, same_weight = stepped()
         other.load_state_dict(optimizer.state_dict())
         for each, of in [(other, same_weight), (optimizer, weight)]:
-            block, slopes = each.curvature.stages.blocks[1], {of: (slope * descent, descent)}
+            block, slopes = each.curvature.stages.blocks[1], {of: (slope * descent, descent, 1.0)}
             block.set_learned(reach=0.1)
             reach.learn_reaches([block], slopes, set(), warms_up=False, grows=False)
             assert block.reach == pytest.approx(0.1 * expected), (slope, descent, each is other)
 
 
 @pytest.mark.parametrize("rates", [(0.01, 0.1), (torch.tensor(0.02), 0.1), (0.01, torch.tensor(0.1))])
-def test_slopes_do_not_depend_on_the_rate(rates: Any) -> None:
-    """Those of a parameter whose rate is lower than the highest count less."""
+@pytest.mark.parametrize("by", [(8.0, 8.0), (1.0, 0.01), (0.01, 1.0)])
+def test_how_large_slopes_are_does_not_depend_on_the_rate(rates: Any, by: tuple[float, float]) -> None:
+    """Neither on that of the layer nor on that of another one, which a schedule may change alone."""
     model = net()
     groups = [{"params": model[i].parameters(), "lr": lr} for i, lr in zip((0, 2), rates, strict=True)]
     optimizer = KFACSGD(groups, model=model, **options(0.1, momentum=0.9))
     for _ in range(3):
         backward(model, data(), loss)
         optimizer.step()
-    found: list[dict[nn.Parameter, tuple[float, float]]] = []
-    for by in (1.0, 8.0):
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * by
-        gradients = [p.grad for p in model.parameters()]
+    blocks, found = optimizer.curvature.stages.blocks, list[list[float]]()
+    gradients = [p.grad for p in model.parameters()]
+    for factors in ((1.0, 1.0), by):
+        for group, factor in zip(optimizer.param_groups, factors, strict=True):
+            group["lr"] = group["lr"] * factor
         lessons = lessons_of(optimizer, buckets_of(optimizer), optimizer.curvature.stages.steering.watch)
-        lrs = [group["lr"] for group in optimizer.param_groups]
-        found.append(Readings(gradients, lrs, lessons, []).slopes())
-    assert len(found[0]) == 4
-    for (p, seen), (q, again) in zip(*(each.items() for each in found), strict=True):
-        assert p is q and seen == pytest.approx(again) and min(map(abs, seen)) > 0
+        slopes = Readings(gradients, [group["lr"] for group in optimizer.param_groups], lessons, []).slopes()
+        assert len(slopes) == 4
+        for block in blocks:
+            block.set_learned(reach=0.1, fell=False, descent=0.0)
+        reach.learn_reaches(
+            blocks, {p: (abs(a), b, r) for p, (a, b, r) in slopes.items()}, set(), warms_up=False, grows=False
+        )
+        found.append([block.learned("descent") for block in blocks])
+    assert found[1] == pytest.approx(found[0]) and min(found[0]) > 0
 
 
 def test_a_state_that_does_not_say_whether_reaches_fell_is_refused() -> None:
