@@ -60,8 +60,8 @@ _GROWTH = 1.1  # in a step, reach is multiplied by this factor or divided by it
 _FIRST_GROWTH = 1.4  # what it is multiplied by where the slope has not changed, before its first fall
 _FAST_UP_TO = 0.1  # up to which reach this holds where updates grow
 _FALL = 30.0  # at a slope below -1 or above 2, reach is divided by more than _GROWTH, up to this
-_RUNAWAY = 16.0  # where ``<g, stretch>`` is more than this many times as large as when a reach last rose,
-_HALVED = 2.0  # a fall by _GROWTH is also one by this
+_RUNAWAY = 16.0  # gradients run away if ``<g, stretch>`` is more than this many times as large as at the last rise
+_HALVED = 2.0  # a reach then falls by at least this factor more
 _JUMP = 2.0  # a rate that rises by more than this factor from one step to the next has jumped: this is no warm-up
 
 
