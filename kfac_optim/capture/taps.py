@@ -47,8 +47,8 @@ class Tap(TorchFunctionMode):
         """Runs one function of torch; inside it this mode is off."""
         if torch.compiler.is_compiling() and not self.is_traced:  # a compiled part of the host, not all of it
             return func(*args, **(kwargs or {}))
-        if func is F.multi_head_attention_forward:
-            return self._attend(*args, **(kwargs or {}))
+        if isinstance(self.watched[0][1], AttentionLayer):  # whatever else uses its weights, hooks for instance
+            return (self._attend if func is F.multi_head_attention_forward else func)(*args, **(kwargs or {}))
         output, application = func(*args, **(kwargs or {})), application_of(func, args, kwargs or {})
         return output if application is None else self.report(application, output)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -252,6 +253,23 @@ def _layers_of(name: str, module: nn.Module, options: LayerOptions) -> tuple[Seq
             f"the layers of {name!r} ({type(module).__name__}) are named {', '.join(map(repr, names))}: the function "
             "given to register_layer has to give each a name of its own"
         )
+    for layer in layers:
+        _require_entries(layer)
     for layer in layers if note else ():
         layer.notes.append(note)
     return layers, ""
+
+
+def _require_entries(layer: KroneckerLayer) -> None:
+    """Raises TypeError if a layer computes what it should pick out of its matrices: gradients could not be put back."""
+    shape = (layer.pairs, layer.d_out, layer.d_in)
+    whole = torch.empty(shape, device="meta")
+    if all(part.untyped_storage()._cdata == whole.untyped_storage()._cdata for part in layer.from_matrix(whole)):
+        return  # views
+    numbers = torch.arange(math.prod(shape), device="cpu").view(shape)
+    one, other = (torch.cat([part.flatten() for part in layer.from_matrix(n)]) for n in (numbers, -1 - numbers))
+    if one.dtype != numbers.dtype or (one + other + 1).any() or len(one.unique()) < len(one):
+        raise TypeError(
+            f"{type(layer).__name__}.from_matrix(), or matrix_to_weight(): must return entries of the matrices, each at"
+            " most once, and compute nothing with them, because gradients are put where these entries are"
+        )

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kfac_optim import KFACSGD, Categorical, CurvatureEngine, KFACAdam, LayerOptions
-from kfac_optim.layers import RowsLayer
+from kfac_optim import KFACSGD, Categorical, CurvatureEngine, KFACAdam, LayerOptions, register_layer
+from kfac_optim.layers import LinearLayer, RowsLayer
 from tests.helpers.training import train
 
 OFTEN = {"factor_update_steps": 1, "inv_update_steps": 2}
@@ -271,6 +271,35 @@ def test_a_layer_type_that_lacks_a_part_is_refused_by_its_name() -> None:
 
     with pytest.raises(TypeError, match="Half.*matrix_to_weight"):
         Half("half", nn.Linear(4, 3), LayerOptions())  # type: ignore[abstract]
+
+
+@pytest.mark.parametrize(
+    "computed",
+    [
+        lambda m: 2 * m[0],
+        lambda m: -m[0],
+        lambda m: m[0] + m[0].flip(0),
+        lambda m: 0.75 * m[0] + 0.25 * m[0].flip(1),
+        lambda m: torch.zeros_like(m[0]),
+        lambda m: m[0, :1].repeat(3, 1),
+    ],
+)
+def test_a_layer_type_that_computes_with_the_entries_of_its_matrix_is_refused(computed: Any) -> None:
+    """One that reorders them is not, as transposed convolutions show."""
+
+    class Own(nn.Linear):
+        """With a layer type of its own."""
+
+    class OwnLayer(LinearLayer):
+        """Computes its weight."""
+
+        def matrix_to_weight(self, matrix: Tensor) -> Tensor:
+            found: Tensor = computed(matrix)
+            return found
+
+    register_layer(Own)(OwnLayer)
+    with pytest.raises(TypeError, match=r"OwnLayer\.from_matrix\(\).*matrix_to_weight\(\): must return entries"):
+        KFACSGD(Own(4, 3), lr=0.1)
 
 
 def test_parameters_beside_a_layer_are_not_called_frozen() -> None:

@@ -17,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from kfac_optim import KFACSGD, LayerOptions, OfMean
 from kfac_optim.layers import FoundLayers
@@ -387,6 +388,18 @@ def test_attention_gives_the_same_output_and_gradients_under_the_optimizer() -> 
     backward(plain, passes, mean_loss)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=False):
         assert_near(ours.grad, theirs.grad, rel=1e-12)
+
+
+def test_uses_of_its_weights_beside_attention_do_not_count() -> None:
+    """As those of a user's hook; only what attention itself applies is in the factors."""
+    passes, changes = attention_passes({"batch_first": True}, cross=False), []
+    for each, has_hook in zip(twins(lambda: Attend(batch_first=True)), (True, False), strict=True):
+        optimizer = KFACSGD(each, **EXACT | {"damping": 0.1})
+        if has_hook:
+            each.attention.register_forward_pre_hook(lambda m, args: (F.linear(args[0], m.in_proj_weight), None)[1])
+        changes.append(take_step(each, optimizer, passes, mean_loss))
+    for name, change in changes[0].items():
+        assert torch.equal(change, changes[1][name]), name
 
 
 class ExplicitEncoder(nn.Module):
