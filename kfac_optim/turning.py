@@ -53,7 +53,7 @@ def take_turned_step(
     if plan.learns or computes:
         for m in chain.from_iterable(covered):
             m.take_state()
-        keep_averages(covered, plan.moment_decay if plan.learns else None)
+        keep_averages(covered, stand_in=plan.learns)
     else:
         records.forget(optimizer, (MOMENT,))
     # This step has learned from what the last one recorded; it may still repeat it.
@@ -149,7 +149,7 @@ def _can_repeat(engine: CurvatureEngine, plan: Plan, buckets: Sequence[Bucket]) 
 
     It may not if a layer that has a gradient now had none when directions were last computed, as happens to heads that
     are used in turn. The updates of a base class without a first moment differ too much between steps to be repeated,
-    so only the stretch is repeated there, if it was made from an average of gradients. What was made from a single
+    so only the stretch is repeated there, which was made from an average of gradients. What was made from a single
     gradient, as with Adam at a first beta of 0, is never repeated. If nothing is recorded, only a step at trust 0 may
     repeat: it is then the base class's own.
     """
@@ -157,9 +157,7 @@ def _can_repeat(engine: CurvatureEngine, plan: Plan, buckets: Sequence[Bucket]) 
     others = {m.p for m in set(chain.from_iterable(buckets)).difference(*turned) if moves(m.group)}
     if not turned or (others and any(b.has_direction and b.layer.weight in others for b in engine.stages.blocks)):
         return False
-    for some in turned:
-        of_base, kept_here = some[0].rule.averages_gradients(some[0].group), plan.moment_decay > 0
-        if not all(of_base if m.has_first_moment else kept_here for m in some):
-            return False
+    if not all(some[0].rule.averages_gradients(some[0].group) for some in turned):
+        return False
     repeated = (records.CHANGE, records.STRETCH) if plan.stretches else (records.CHANGE,)
     return plan.trust == 0 or any(records.having(some, key) for some in turned for key in repeated)

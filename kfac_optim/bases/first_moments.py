@@ -5,7 +5,9 @@ moment too. For them the gradients alone are averaged here as well, in the same 
 The decay in its moment cannot be computed from the present weights, because weights move: K-FAC would take the error
 for a gradient, and go far along it where true gradients are small. (With a decay of 0.1 under SGD, rows of an embedding
 grew a thousandfold.) For base classes without a first moment that is known here (SGD without momentum, Adagrad,
-RMSprop, Adadelta, Muon) the gradients are averaged here while trust is learned.
+RMSprop, Adadelta, Muon) the gradients are averaged here while trust is learned::
+
+    m <- 0.9 m + 0.1 g,    at first m = g
 """
 
 from __future__ import annotations
@@ -20,19 +22,21 @@ from .parameters import Bucket, Member
 from .rules import SGDRule
 from .state_keys import GRADIENT_WEIGHT, MOMENT
 
+_DECAY = 0.9  # that of the usual momentum, where the base class keeps no first moment
 
-def keep_averages(buckets: Sequence[Bucket], decay: float | None) -> None:
+
+def keep_averages(buckets: Sequence[Bucket], *, stand_in: bool) -> None:
     """Updates the averages of gradients in the optimizer's state, after a step of the base class.
 
     Args:
         buckets: The parameters of interest, with their states after the step.
-        decay: The decay of the average if the base class keeps no first moment, in [0, 1); None: no average is kept
-            then. If the base class's moment has weight decay in it, gradients are averaged as they are in that moment.
+        stand_in: Whether an average is also kept where the base class keeps no first moment. If the base class's moment
+            has weight decay in it, gradients are averaged as they are in that moment.
     """
     for bucket in buckets:
         by_share: dict[float, Bucket] = {}
         for m in bucket:
-            share = _share_of_gradient(m, decay)
+            share = _share_of_gradient(m, stand_in=stand_in)
             if share is None:
                 m.state.pop(MOMENT, None)  # it was kept before a scheduler switched the base class's momentum on
             else:
@@ -47,10 +51,10 @@ def keep_averages(buckets: Sequence[Bucket], decay: float | None) -> None:
                 m.state[MOMENT] = average
 
 
-def _share_of_gradient(m: Member, decay: float | None) -> float | None:
-    """The new gradient's share in the average kept here; None: none is kept. ``decay``: see :func:`keep_averages`."""
+def _share_of_gradient(m: Member, *, stand_in: bool) -> float | None:
+    """The new gradient's share in the average kept here; None: none is kept. ``stand_in``: :func:`keep_averages`."""
     if not m.has_first_moment:
-        return None if decay is None else 1 - decay
+        return (1 - _DECAY if MOMENT in m.state else 1.0) if stand_in else None
     return m.rule.share_of_gradient(m) if m.rule.decays_moment(m.group) else None
 
 

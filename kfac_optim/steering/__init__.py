@@ -10,7 +10,7 @@ step. :mod:`~kfac_optim.turning` carries out the plan.
 Where to look::
 
     plan.py             all that was learned, and how it changes a step
-    trust.py            how far a step turns; the average of gradients if the base keeps none
+    trust.py            how far a step turns
     reach.py            how far the step of each layer is stretched along flat directions
     graft.py            how much of the length of the base's update K-FAC's direction has
     brake.py            how much K-FAC's share of a step is shortened if the base's update is unusually long

@@ -29,9 +29,9 @@ class Lessons:
     Attributes:
         largest: The largest absolute entry of the gradients, 0-dim; None: not yet known.
         turn: The alignment of the gradients with the last ``k - u`` (:mod:`~.trust`), 0-dim.
-        average: Their alignment with the average that is kept where the base has no first moment, 0-dim.
         length: The length of the base optimizer's last update, if directions were computed for it, 0-dim.
         grows: Whether updates grow with the gradient (:meth:`.Rule.updates_grow`).
+        has_moments: Whether the base class keeps first moments: no average of gradients stands in for them.
         stretched: The parameters that the last step stretched, each with the size of its learning rate, negative under
             ``maximize``.
         after: ``<g', s>`` of each, ``[n]``, with the gradient g' and the last stretch s.
@@ -41,9 +41,9 @@ class Lessons:
 
     largest: Tensor | None
     turn: Tensor | None
-    average: Tensor | None
     length: Tensor | None
     grows: bool
+    has_moments: bool
     stretched: Mapping[nn.Parameter, Scalar]
     after: Tensor | None
     before: Tensor | None
@@ -111,7 +111,7 @@ def _numbers_in(tensors: Sequence[Tensor]) -> list[list[float]]:
 
 
 def lessons_of(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], watch: WeightWatch) -> Lessons:
-    """Compares the new gradients with the directions, stretches and averages that earlier steps recorded.
+    """Compares the new gradients with the directions and stretches that earlier steps recorded.
 
     A collective if gradients are sharded.
 
@@ -122,17 +122,16 @@ def lessons_of(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], watc
     """
     members, copies = [*chain.from_iterable(buckets)], Copies()
     turn = _turn(buckets, [rate_of(group) for group in optimizer.param_groups], copies)
-    average = _average(buckets, copies)
     stretched, after, before = _stretched(buckets, copies)
     return Lessons(
         turn=turn,
-        average=average,
         stretched=stretched,
         after=after,
         before=before,
         largest=_largest_of([m.gradient for m in members], copies),  # after the others, which make the copies
         length=records.last_length(optimizer),
         grows=all(m.rule.updates_grow(m.state) for m in members),
+        has_moments=not records.having([m for m in members if not m.has_first_moment], MOMENT),
         edits=watch.edits(),
     )
 
@@ -146,14 +145,6 @@ def _turn(buckets: Sequence[Bucket], rates: Sequence[Scalar], copies: Copies) ->
     for some, turns in records.recorded(buckets, records.TURN):
         lr = _rate_downhill(some)
         compared.append(Compared([m.gradient for m in some], turns, lr if isinstance(lr, Tensor) else lr / unit))
-    return total_alignment(compared, copies) if compared else None
-
-
-def _average(buckets: Sequence[Bucket], copies: Copies) -> Tensor | None:
-    """``<g', m>`` with the averages m that stand in for first moments, summed over all parameters."""
-    averaged = ([m for m in bucket if not m.has_first_moment] for bucket in buckets)
-    found = records.recorded(averaged, MOMENT)
-    compared = [Compared([m.gradient for m in some], averages) for some, averages in found]
     return total_alignment(compared, copies) if compared else None
 
 

@@ -38,8 +38,6 @@ class Plan:
         computes: Whether K-FAC's directions are computed, unless the step repeats the last change.
         repeats: Whether the step may be changed as the last one was.
         stretches: Whether the step is also stretched along flat directions (:mod:`~.reach`).
-        moment_decay: The decay, in [0, 0.9], of the averaged gradients that give the direction where the base optimizer
-            keeps no first moment.
         graft: How far directions are scaled to the length of the base optimizer's update, in [0, 1] (:mod:`~.graft`).
         brake: How much K-FAC's share of the step is shortened if the base optimizer's update is unusually long.
     """
@@ -49,7 +47,6 @@ class Plan:
     computes: bool = False
     repeats: bool = False
     stretches: bool = False
-    moment_decay: float = 0.0
     graft: float = 1.0
     brake: Brake = field(default_factory=Brake)
 
@@ -77,12 +74,11 @@ class Steering:
         self.game.learn()
         if (lessons := readings.lessons) is not None:
             self.brake.learn(readings.number(lessons.length))
-            self.trust.learn(readings.number(lessons.turn), readings.number(lessons.average), grows=lessons.grows)
-            has_momentum = lessons.grows and lessons.average is None  # without momentum there is an ``average``
+            self.trust.learn(readings.number(lessons.turn), grows=lessons.grows)
             undone = self.watch.learn(blocks, readings.numbers(lessons.edits))
             slopes = readings.slopes()
             along = sum(after * rate for p, (after, _, rate) in slopes.items() if p not in undone)
-            self.graft.learn(along if has_momentum else None)
+            self.graft.learn(along if lessons.grows and lessons.has_moments else None)
             warms_up = readings.rate > self.rate_history.last
             self.too_long = learn_reaches(blocks, slopes, undone, warms_up=warms_up, grows=lessons.grows) | undone
         lower_reaches(blocks, self.rate_history.rise(readings.rate))
@@ -116,7 +112,6 @@ class Steering:
             computes=self.trust.computes(step, stretches=changed) if steers else fixed > 0,
             repeats=steers and self.trust.repeats(step, stretches=changed),
             stretches=stretches,
-            moment_decay=self.trust.decay,
             graft=self.graft.value if wanted else 1.0,
             brake=self.brake,
         )

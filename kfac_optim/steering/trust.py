@@ -16,11 +16,6 @@ optimizers already scale their updates by a kind of curvature; there k may be wo
 gradients do not show it. With these base classes trust rises by one tenth and falls by two, so that it rises only where
 more than two gradients in three agree with k - u.
 
-A base class without a first moment steps on single gradients. K-FAC then preconditions an average of them,
-``m = decay m + (1 - decay) g``, and learns its decay in the same way: while ``<g', m> > 0``, gradients differ only by
-noise, and a longer average is better; once gradients oscillate between steep walls, a step along old ones would leave
-the valley.
-
 K-FAC's share of a step is braked where the base's update is unusually long (:mod:`~.brake`). Where updates grow with
 the gradient, a part of the base optimizer's update always remains: trust goes up to 0.6 only. There the length of
 K-FAC's direction is learned as well (:mod:`~.graft`).
@@ -36,7 +31,6 @@ from ..stacks import Matrices, Stacked, ratio
 _NOTCHES = 10  # trust moves by a tenth per step, which averages over the noise of about ten batches
 _MOST_WHERE_UPDATES_GROW = 6  # tenths: the highest trust where the base's update grows with the gradient
 _FALL = 2  # tenths by which trust falls where it does not
-_LONGEST = 9  # tenths: the average remembers about ten gradients, as the usual momentum of 0.9 does
 _YOUNG = 20  # steps until k is repeated once, and as many more until it is repeated twice
 _PATIENCE = 4  # while steps are not turned, k is computed in one of this many steps, or less often
 
@@ -46,21 +40,14 @@ class Trust(Counted):
 
     Attributes:
         notches: Trust in tenths.
-        memory: The decay of averaged gradients in tenths, where the base optimizer keeps no first moment.
     """
 
     notches: int = counter(0, _NOTCHES, "trust")
-    memory: int = counter(0, _LONGEST)
 
     @property
     def value(self) -> float:
         """The trust, in [0, 1]."""
         return self.notches / _NOTCHES
-
-    @property
-    def decay(self) -> float:
-        """The decay of averaged gradients, in [0, 0.9]."""
-        return self.memory / 10
 
     def computes(self, step: int, *, stretches: bool) -> bool:
         """Whether k is computed at this step.
@@ -85,17 +72,15 @@ class Trust(Counted):
         most = 4 if self.notches == _NOTCHES else 3
         return (self.notches > 0 or stretches) and step % min(most, 1 + step // _YOUNG) != 0
 
-    def learn(self, turn: float, average: float, *, grows: bool) -> None:
+    def learn(self, turn: float, *, grows: bool) -> None:
         """Moves trust a tenth up if the gradients agree with ``k - u``, else one or two tenths down.
 
         Args:
             turn: The alignment of the gradients with the last ``k - u``. 0, as after a rate of 0, moves nothing.
-            average: ``<g', m>``, with the average m of the earlier gradients; its sign moves the decay by a tenth.
             grows: Whether the base's updates grow with the gradient.
         """
         most, fall = (_MOST_WHERE_UPDATES_GROW, 1) if grows else (_NOTCHES, _FALL)
         self.notches = moved(self.notches, turn, most, fall=fall)
-        self.memory = moved(self.memory, average, _LONGEST)
 
 
 def turns(stacked: Stacked, out: Matrices | None = None) -> Matrices:

@@ -374,7 +374,7 @@ def test_updates_have_nothing_of_the_decay_that_a_base_adds_to_the_gradient(base
             optimizer._base_step()
             for m in bucket:
                 m.take_state()
-            keep_averages([bucket], None)
+            keep_averages([bucket], stand_in=False)
             moments, updates = take_apart([bucket], [[weight.clone() for weight in weights]])
         for m, weight in zip(bucket, weights, strict=True):
             share = 1.0 if "decoupled_weight_decay" in how else moments[m.p] / m.state["exp_avg"]

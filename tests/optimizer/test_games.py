@@ -104,11 +104,11 @@ def test_players_neither_refresh_nor_learn(kfac: Any, how: dict[str, Any]) -> No
     game.play(KNOWN)
     assert game.done == [(1, 3)] * 2 and all(engine.stages.sits_out for engine in game.engines)
     for engine in game.engines:
-        engine.stages.steering.graft.hundredths, engine.stages.steering.trust.memory = 50, 5
+        engine.stages.steering.graft.hundredths = 50
     game.play(20)
     assert game.done == [(1, 21)] * 2
     for engine in game.engines:
-        assert engine.stages.steering.graft.hundredths == 50 and engine.stages.steering.trust.memory == 5
+        assert engine.stages.steering.graft.hundredths == 50
         assert engine.report()["staleness"] == 24 and engine.stages.refresher.last_refresh is None
 
 

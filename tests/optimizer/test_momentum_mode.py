@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -148,7 +149,7 @@ class Textbook:
         self.length: float | None = None  # of the base's update in the last step, where that was turned
         self.lengths: list[float] = []  # the same of those before it
         self.factor = 1.0  # by which K-FAC's direction was shortened in the last turned step
-        self.memory: int | None = None  # tenths of the decay of averaged gradients, where the rule has no momentum
+        self.averages_gradients = False  # where the rule has no momentum
         self.averages: Named = {}
         self.rules = {name: rule() for name, _ in model.named_parameters()}
 
@@ -162,13 +163,10 @@ class Textbook:
         parts = {name: rule(step.gradients[name], weights[name].detach()) for name, rule in self.rules.items()}
         covered = {name: moment for name, (moment, _, _) in parts.items() if name != "scale"}
         updates = {name: update for name, (_, update, _) in parts.items() if name != "scale"}
-        if self.memory is not None:
+        if self.averages_gradients:
             gradients = {name: step.gradients[name] for name in covered}
-            product = sum(float((g * self.averages[name]).sum()) for name, g in gradients.items() if self.averages)
-            if product:
-                self.memory = min(9, self.memory + 1) if product > 0 else max(0, self.memory - 1)
-            old, decay = self.averages or dict.fromkeys(covered, 0), self.memory / 10
-            covered = self.averages = {name: decay * old[name] + (1 - decay) * g for name, g in gradients.items()}
+            old = self.averages or gradients
+            covered = self.averages = {name: 0.9 * old[name] + 0.1 * g for name, g in gradients.items()}
         found = self.oracle.directions(covered, DAMPING)
         moments = {layer.name: layer.of(covered) for layer in self.oracle.layers}
         if self.scaling == "unit":
@@ -201,7 +199,7 @@ class Textbook:
                     share = 1 - self.trust / 10 * (1 - self.factor)
                     steps = {name: share * step for name, step in steps.items()}
                 directions = named(self.model, steps, self.oracle)
-                repeatable = self.trust > 0 and self.memory is None
+                repeatable = self.trust > 0 and not self.averages_gradients
                 self.changes = {name: d - updates[name] for name, d in directions.items() if repeatable}
         with torch.no_grad():
             for name, p in weights.items():  # "scale" moves by the base rule
@@ -548,9 +546,9 @@ def test_trust_is_learned_from_the_next_gradient(rate: float, momentum: float) -
     """At a small rate the base's own updates win, at a large one the steps turn; the textbook takes the same ones."""
     model = Net()
     textbook = Textbook(model, lambda: Sgd(momentum=momentum), FULL)
-    textbook.trust, textbook.memory = 0, None if momentum else 0
+    textbook.trust, textbook.averages_gradients = 0, not momentum
     optimizer = KFACSGD(model, **(MODE | {"momentum": momentum, "scaling": "graft", "lr": rate}))
-    batch, seen, decays, factors = data(), [], [], []
+    batch, seen, factors = data(), [], []
     for _ in range(12):
         last, known = textbook.factor, len(textbook.lengths)
         textbook.step(batch, rate)
@@ -562,8 +560,6 @@ def test_trust_is_learned_from_the_next_gradient(rate: float, momentum: float) -
         if len(textbook.lengths) > known:  # told when its length is learned, one step later
             factors.append(optimizer.curvature.report()["brake"])
             assert factors[-1] == pytest.approx(last, rel=1e-5)
-        assert optimizer.curvature.stages.plan().moment_decay == (textbook.memory or 0) / 10
-        decays.append(optimizer.curvature.stages.plan().moment_decay)
         for name, p in model.named_parameters():
             if name in textbook.turns:
                 assert_near(optimizer.state[p]["kfac_turn"], textbook.turns[name], name, 1e-9)
@@ -572,7 +568,6 @@ def test_trust_is_learned_from_the_next_gradient(rate: float, momentum: float) -
     assert factors[0] == 1 and (min(factors) < 0.9) == (rate > 0.1)
     assert f"trust {seen[-1]:.1f}" in repr(optimizer.curvature)
     assert seen[0] == 0 and (max(seen) == 0 if rate < 0.1 else max(seen) >= 0.3)
-    assert decays[0] == 0 and max(decays) == (0 if momentum else 0.9 if rate < 0.1 else max(0.1, *decays))
 
 
 @pytest.mark.usefixtures("soon_grown")
@@ -598,20 +593,18 @@ def test_at_trust_1_three_steps_repeat_the_one_before_them(known: list[float], m
 @pytest.mark.usefixtures("soon_grown")
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_without_a_first_moment_no_step_repeats_another(momentum: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradients of two batches have little in common, and no average is kept. One such layer is enough."""
+    """A turn is made for one update, and the gradients of two batches have little in common."""
     monkeypatch.setattr(Trust, "learn", lambda *_, **__: None)
-
-    def made(model: Net, scaling: Any) -> KFACSGD:
-        first, second = ([*layer.parameters()] for layer in (model.first, model.second))
-        groups = [{"params": first, "momentum": momentum}, {"params": second}]
-        return KFACSGD(groups, **(MODE | {"scaling": scaling, "momentum": 0.0}))
-
     model = Net()
-    other = copy.deepcopy(model)
-    learned, full = made(model, "graft"), made(other, FULL)
-    learned.curvature.stages.steering.trust.notches = 10
-    train_alike((model, learned), (other, full))
-    assert_same_weights(model, other)
+    optimizer = KFACSGD(model, **(MODE | {"scaling": "graft", "momentum": momentum}))
+    optimizer.curvature.stages.steering.trust.notches = 10
+    turns = []
+    for _ in range(5):
+        backward(model, data(), loss)
+        optimizer.step()
+        turns.append(optimizer.state[model.first.weight]["kfac_turn"])
+    repeats = [now is last for last, now in itertools.pairwise(turns)]
+    assert any(repeats) == (momentum > 0)
 
 
 @pytest.mark.usefixtures("soon_grown")
@@ -632,12 +625,12 @@ def test_what_adam_makes_of_a_single_gradient_is_not_repeated(monkeypatch: pytes
 def test_where_a_gradient_is_orthogonal_to_everything_nothing_is_learned() -> None:
     """As at a rate of 0, at which a schedule may begin."""
     trust = Trust()
-    for turn, average, expected in [(1.0, -1.0, (1, 0)), (1.0, 2.0, (2, 1)), (0.0, 0.0, (2, 1)), (-1e-9, 1.0, (0, 2))]:
-        trust.learn(turn, average, grows=False)
-        assert (trust.notches, trust.memory) == expected
+    for turn, expected in [(1.0, 1), (1.0, 2), (0.0, 2), (-1e-9, 0)]:
+        trust.learn(turn, grows=False)
+        assert trust.notches == expected
     for _ in range(20):
-        trust.learn(1.0, 1.0, grows=False)
-    assert (trust.value, trust.decay) == (1.0, 0.9)
+        trust.learn(1.0, grows=False)
+    assert trust.value == 1.0
 
 
 def test_something_is_left_of_updates_that_grow_with_the_gradient() -> None:
@@ -645,7 +638,7 @@ def test_something_is_left_of_updates_that_grow_with_the_gradient() -> None:
     for grows, most in [(True, 0.6), (False, 1.0)]:
         trust = Trust()
         for _ in range(20):
-            trust.learn(1.0, 0.0, grows=grows)
+            trust.learn(1.0, grows=grows)
         assert trust.value == most
 
 

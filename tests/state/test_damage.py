@@ -276,7 +276,7 @@ def factors_for_a_parameter_without(state: dict[str, Any]) -> None:
 COUNTERS = [
     *(set_counter(name, 10**6) for name in ("last_refresh", "last_statistics", "frozen_at")),
     *(set_counter(name, -3) for name in ("step", "skipped_steps", "skipped_batches", "refreshes", "last_refresh")),
-    *(set_counter(name, value) for name, value in (("trust", 11), ("memory", 10), ("lengths", 11), ("brake", 1.5))),
+    *(set_counter(name, value) for name, value in (("trust", 11), ("lengths", 11), ("brake", 1.5))),
     set_counter("graft", 101),
     set_counter("throws", 2**16),
     set_counter("step", 3.5),
