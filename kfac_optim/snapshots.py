@@ -26,7 +26,6 @@ START_REACH = 0.01  # of a layer's reach
 LEARNED: Mapping[str, Counter] = {
     "reach": Counter(START_REACH),  # the share of the stretch along flat directions that its steps get (reach.py)
     "fell": Counter(False, 1),  # whether the loss has ever ceased to fall along one of its stretches
-    "descent": Counter(0.0),  # <g, stretch> per unit of the learning rate when its reach last rose; 0: it never did
     "trains": Counter(False, 1),  # whether its weight required gradients when this was noted last
     "changes": Counter(0, CONSTRAINED),  # how many comparisons in a row have found its weights changed (constraints.py)
 }

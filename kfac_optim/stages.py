@@ -321,7 +321,7 @@ class Stages:
         ``more``: further numbers that may differ, but only by rounding.
         """
         learned = [name for part in self.steering.parts for name in part.COUNTERS]
-        found = self.ranks.check({**self.built(), **more}, {*learned, "reach", "fell", "descent", *more})
+        found = self.ranks.check({**self.built(), **more}, {*learned, "reach", "fell", *more})
         self.steering.take_over(found)
         for block, reach in zip(self.blocks, found.get("reach", ()), strict=False):
             if reach != block.reach:
@@ -336,7 +336,6 @@ class Stages:
             "layers": [block.layer.name for block in self.blocks],
             "reach": [block.reach for block in self.blocks],
             "fell": [block.learned("fell") for block in self.blocks],
-            "descent": [block.learned("descent") for block in self.blocks],
             "constrained": [block.is_constrained for block in self.blocks],
             "factors and workers": [(block.specs, block.workers) for block in self.blocks],
             "solver": compared(config.solver, step),

@@ -92,13 +92,14 @@ class Readings:
         """The number in a 0-dim tensor; 0 for None."""
         return 0.0 if tensor is None else self._found[tensor][0]
 
-    def slopes(self) -> dict[nn.Parameter, tuple[float, float, float]]:
-        """``after`` and ``before`` of the lessons and the rate in ``stretched``, by parameter."""
+    def slopes(self) -> dict[nn.Parameter, tuple[float, float]]:
+        """``after`` and ``before`` of the lessons by parameter, times its learning rate."""
         if self.lessons is None:
             return {}
-        stretched, after, before = self.lessons.stretched, self.lessons.after, self.lessons.before
-        rates = [self.number(lr) if isinstance(lr, Tensor) else lr for lr in stretched.values()]
-        return dict(zip(stretched, zip(self.numbers(after), self.numbers(before), rates, strict=True), strict=True))
+        after, before = self.numbers(self.lessons.after), self.numbers(self.lessons.before)
+        rates = [self.number(lr) if isinstance(lr, Tensor) else lr for lr in self.lessons.stretched.values()]
+        each = zip(self.lessons.stretched, rates, after, before, strict=True)
+        return {p: (of_after * lr, of_before * abs(lr)) for p, lr, of_after, of_before in each}
 
 
 def _numbers_in(tensors: Sequence[Tensor]) -> list[list[float]]:

@@ -77,7 +77,7 @@ class Steering:
             self.trust.learn(readings.number(lessons.turn), grows=lessons.grows)
             undone = self.watch.learn(blocks, readings.numbers(lessons.edits))
             slopes = readings.slopes()
-            along = sum(after * rate for p, (after, _, rate) in slopes.items() if p not in undone)
+            along = sum(after for p, (after, _) in slopes.items() if p not in undone)
             self.graft.learn(along if lessons.grows and lessons.has_moments else None)
             warms_up = readings.rate > self.rate_history.last
             self.too_long = learn_reaches(blocks, slopes, undone, warms_up=warms_up, grows=lessons.grows) | undone

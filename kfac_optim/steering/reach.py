@@ -25,11 +25,6 @@ the stretch was more than twice as long as the best one: it has met a wall, and 
 has fallen, it falls as much at slopes above 2, which are just as far from 1/2, and mostly noise. Where single gradients
 say so little, steps along flat directions should be short.
 
-Steps that are a little too long drive the loss up from step to step, and if gradients grow along with it, no slope is
-below -1. So a reach falls to less than a half if ``<g, stretch>``, per unit of the layer's learning rate, is more than
-sixteen times as large as when it last rose, as it is where gradients are more than four times as large (or sixteen
-times, if the base's updates do not grow with them).
-
 Before its first fall, a reach is only known to be too small, and the less the slope has changed, the further it may be
 from where the loss ceases to fall. So until then it rises by more where the slope is above a half, by four tenths where
 it is 1 (TCP finds its rate in the same way, by a slow start that the first loss of a packet ends). It does not while
@@ -60,14 +55,12 @@ _GROWTH = 1.1  # in a step, reach is multiplied by this factor or divided by it
 _FIRST_GROWTH = 1.4  # what it is multiplied by where the slope has not changed, before its first fall
 _FAST_UP_TO = 0.1  # up to which reach this holds where updates grow
 _FALL = 30.0  # at a slope below -1 or above 2, reach is divided by more than _GROWTH, up to this
-_RUNAWAY = 16.0  # gradients run away if ``<g, stretch>`` is more than this many times as large as at the last rise
-_HALVED = 2.0  # a reach then falls by at least this factor more
 _JUMP = 2.0  # a rate that rises by more than this factor from one step to the next has jumped: this is no warm-up
 
 
 def learn_reaches(
     blocks: Sequence[Block],
-    slopes: Mapping[nn.Parameter, tuple[float, float, float]],
+    slopes: Mapping[nn.Parameter, tuple[float, float]],
     undone: Set[nn.Parameter],
     *,
     warms_up: bool,
@@ -78,7 +71,7 @@ def learn_reaches(
     Args:
         blocks: The layers' blocks.
         slopes: For each parameter that was stretched, two alignments with its stretch: that of the gradient after the
-            step, and that of the gradients before it; then its learning rate, negative under ``maximize``.
+            step, and that of the gradients before it.
         undone: The parameters of layers whose last stretch the training loop may have undone. Nothing is learned from
             these stretches, except that a constrained layer still learns, up to its start value.
         warms_up: Whether the learning rate rises.
@@ -90,17 +83,14 @@ def learn_reaches(
     too_long: set[nn.Parameter] = set()
     fast_up_to = 0.0 if warms_up else _FAST_UP_TO if grows else math.inf
     for block in blocks if slopes else ():
-        found = [slopes[p] for p in block.layer.parameters if p in slopes]
-        unit = max((abs(rate) for *_, rate in found), default=0.0) or 1.0  # not that of others, which may change alone
-        after = sum(of_after * (rate / unit) for of_after, _, rate in found)
-        before = sum(of_before * abs(rate / unit) for _, of_before, rate in found)
+        after = before = 0.0
+        for p in block.layer.parameters:
+            of_p = slopes.get(p, (0.0, 0.0))
+            after, before = after + of_p[0], before + of_p[1]
         if before > 0 and (not undone or block.is_constrained or undone.isdisjoint(block.layer.parameters)):
-            slope, fell, descent = after / before, block.learned("fell"), block.learned("descent")
-            if slope > 0 and not (fell and _excess(slope) > 1):
-                reach, descent = _raised(block.reach, slope, 0.0 if fell else fast_up_to), before
-            else:
-                reach, fell = _lowered(block.reach, slope, before / descent if descent else 1.0), True
-            block.set_learned(reach=min(reach, block.layer.most_reach), fell=fell, descent=descent)
+            slope, fell = after / before, block.learned("fell")
+            reach = _moved(block.reach, slope, fell=fell, fast_up_to=fast_up_to)
+            block.set_learned(reach=min(reach, block.layer.most_reach), fell=fell or not slope > 0)
             too_long.update(() if after > 0 else block.layer.parameters)  # also if ``after`` is NaN
     return too_long
 
@@ -139,33 +129,21 @@ class RateHistory(Counted):
         return rate / last if rises else 1.0
 
 
-def _raised(reach: float, slope: float, fast_up_to: float) -> float:
-    """A reach along which the loss still falls, made longer.
+def _moved(reach: float, slope: float, *, fell: bool, fast_up_to: float) -> float:
+    """The next reach.
 
     Args:
         reach: The reach.
         slope: The loss's slope along the last stretch, divided by that before the step.
-        fast_up_to: Up to which reach it rises faster.
+        fell: Whether the loss has ever ceased to fall along a stretch.
+        fast_up_to: Up to which reach it rises faster until then.
     """
-    unchanged = min(1.0, max(0.0, 2 * slope - 1)) if reach < fast_up_to else 0.0
-    return reach * _GROWTH * (_FIRST_GROWTH / _GROWTH) ** unchanged
-
-
-def _lowered(reach: float, slope: float, growth: float) -> float:
-    """A reach that was too long, or of whose stretch too little is known, made shorter.
-
-    Args:
-        reach: The reach.
-        slope: As in :func:`_raised`.
-        growth: How many times ``<g, stretch>`` is as large as when the reach last rose.
-    """
-    wall = min(min(_excess(slope), _FALL) ** 2, _FALL / _GROWTH) if math.isfinite(slope) else _FALL / _GROWTH
-    return max(LEAST_REACH, reach / (_GROWTH * max(wall, _HALVED if growth > _RUNAWAY else 1.0)))
-
-
-def _excess(slope: float) -> float:
-    """How far a slope is from 1/2, beyond a half: above 1 outside of -1 to 2."""
-    return max(-slope, slope - 1)
+    excess = max(-slope, slope - 1)  # above 1 outside of -1 to 2
+    if slope > 0 and not (fell and excess > 1):
+        unchanged = min(1.0, max(0.0, 2 * slope - 1)) if not fell and reach < fast_up_to else 0.0
+        return reach * _GROWTH * (_FIRST_GROWTH / _GROWTH) ** unchanged
+    fall = max(1.0, min(min(excess, _FALL) ** 2, _FALL / _GROWTH)) if math.isfinite(slope) else _FALL / _GROWTH
+    return max(LEAST_REACH, reach / (_GROWTH * fall))
 
 
 def stretches(stacked: Stacked, out: Matrices | None = None) -> Matrices:

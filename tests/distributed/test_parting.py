@@ -261,7 +261,6 @@ def round_differently(rank: int, world_size: int, by: float, notches: int, fell:
             engine.stages.steering.trust.notches += notches
             for block in engine.stages.blocks:
                 block.set_learned(reach=block.reach * by, fell=block.learned("fell") if fell is None else fell)
-                block.set_learned(descent=block.learned("descent") * by)
     return [engine.stages.built()["usual_length"], [block.reach for block in engine.stages.blocks], values(model)]
 
 

@@ -124,7 +124,7 @@ def on_a_mesh(rank: int, world_size: int, kind: str, data_ranks: int) -> list[Te
 
 def learn_together(
     blocks: Sequence[Block],
-    slopes: Mapping[nn.Parameter, tuple[float, float, float]],
+    slopes: Mapping[nn.Parameter, tuple[float, float]],
     undone: Set[nn.Parameter],
     *,
     warms_up: bool,
@@ -134,10 +134,10 @@ def learn_together(
     whole: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for block in blocks:
         for p in block.layer.parameters:
-            for side, value in enumerate(slopes.get(p, ())[:2]):  # all rates are the same
+            for side, value in enumerate(slopes.get(p, ())):
                 whole[block.layer.name.partition(".")[0]][side] += value
     together = {block.layer.weight: whole[block.layer.name.partition(".")[0]] for block in blocks}
-    slopes = {p: (after, before, 1.0) for p, (after, before) in together.items()}
+    slopes = {p: (after, before) for p, (after, before) in together.items()}
     return reach.learn_reaches(blocks, slopes, undone, warms_up=warms_up, grows=grows)
 
 
