@@ -48,10 +48,13 @@ def take_turned_step(
     repeats = plan.repeats and _can_repeat(engine, plan, covered)
     computes = plan.computes and not repeats
     before = [bucket[0].rule.weights_before(bucket) for bucket in covered] if computes else []
+    members = [*chain.from_iterable(covered)] if plan.learns or computes else []
+    for m in members:
+        m.keep_gradient()
     with gradient_weight_tracked(covered):
         take_base_step()
     if plan.learns or computes:
-        for m in chain.from_iterable(covered):
+        for m in members:
             m.take_state()
         keep_averages(covered, stand_in=plan.learns)
     else:

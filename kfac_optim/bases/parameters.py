@@ -31,6 +31,15 @@ class Rule:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
 
+    @property
+    def leaves_gradients(self) -> bool:
+        """Whether a step leaves gradients as they are, as torch's do; others often add weight decay to them.
+
+        (For what torch's SGD may do see :mod:`~kfac_optim.bases.rules`.)
+        """
+        bases = type(self.optimizer).__mro__
+        return any(base.__module__.startswith("torch.optim.") and base is not torch.optim.Optimizer for base in bases)
+
     # Moments --------------------------------------------------------------------------------------------------------
 
     def keeps_moment(self, p: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
@@ -162,6 +171,11 @@ class Member:
     def __post_init__(self) -> None:
         self.has_first_moment = self.rule.keeps_moment(self.p, self.group, self.state)
         self.version = 0 if self.gradient.is_inference() else self.gradient._version
+
+    def keep_gradient(self) -> None:
+        """Keeps a copy of the gradient, if the base class's step may write into it."""
+        if not self.rule.leaves_gradients:
+            self.gradient = self.gradient.clone()
 
     def take_state(self) -> None:
         """Looks up the state again, which the base class may have created; creates it if there is none."""

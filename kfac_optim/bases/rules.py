@@ -185,6 +185,8 @@ class AdamaxRule(AdamRule):
 class LambRule(Rule):
     """LAMB adds decay to the update, before it multiplies by the trust ratio."""
 
+    leaves_gradients = True
+
     def less_decay(self, bucket: Bucket, before: Tensors, moments: Tensors) -> Tensors:
         group, lamb = bucket[0].group, self.optimizer
         assert isinstance(lamb, torch_optimizer.Lamb)

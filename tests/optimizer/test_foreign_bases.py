@@ -57,6 +57,39 @@ class KFACProjected(KFACMixin, Projected):
     """Its first moment of a matrix is a vector."""
 
 
+class Decaying(torch.optim.Optimizer):
+    """Adds weight decay to the gradients in their place, as many classes of others do."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad.add_(p, alpha=0.5), alpha=group["lr"])
+
+
+class KFACDecaying(KFACMixin, Decaying):
+    """It keeps no first moment."""
+
+
+def test_gradients_are_averaged_as_they_were_before_the_base_class_wrote_into_them() -> None:
+    model = make_model().double()
+    optimizer = KFACDecaying(model, **OFTEN)
+    averages: dict[Any, Tensor] = {}
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4).double()).square().mean().backward()
+        for p in model.parameters():
+            averages[p] = 0.9 * averages.get(p, p.grad) + 0.1 * p.grad
+        optimizer.step()
+    kept = [p for p in model.parameters() if "kfac_moment" in optimizer.state[p]]
+    assert kept
+    for p in kept:
+        torch.testing.assert_close(optimizer.state[p]["kfac_moment"], averages[p], rtol=1e-12, atol=1e-15)
+
+
 # Sparse gradients ----------------------------------------------------------------------------------------------------
 
 
