@@ -18,9 +18,11 @@ without end.
 
 Each layer has a reach of its own, which starts low. If the loss still falls along the layer's last stretch::
 
-    slope = <g', stretch> / <g, stretch> > 0,    g = m / (the weight of all gradients in m)
+    slope = <g', stretch> / <g, stretch> > 0.05,    g = m / (the weight of all gradients in m)
 
-a longer stretch would have been better, and reach rises by a tenth of itself; else it falls. A slope below -1 says that
+a longer stretch would have been better, and reach rises by a tenth of itself; else it falls. (Where less is left of the
+slope, a longer stretch gains next to nothing, but weights wander along flat directions with the noise in m, until they
+saturate a tanh, say.) A slope below -1 says that
 the stretch was more than twice as long as the best one: it has met a wall, and reach falls by much more. Once a reach
 has fallen, it falls as much at slopes above 2, which are just as far from 1/2, and mostly noise. Where single gradients
 say so little, steps along flat directions should be short.
@@ -54,6 +56,7 @@ LEAST_REACH = 3e-4  # a stretch that is too small to notice
 _GROWTH = 1.1  # in a step, reach is multiplied by this factor or divided by it
 _FIRST_GROWTH = 1.4  # what it is multiplied by where the slope has not changed, before its first fall
 _FAST_UP_TO = 0.1  # up to which reach this holds where updates grow
+_LEAST_SLOPE = 0.05  # above which reach rises
 _FALL = 30.0  # at a slope below -1 or above 2, reach is divided by more than _GROWTH, up to this
 _JUMP = 2.0  # a rate that rises by more than this factor from one step to the next has jumped: this is no warm-up
 
@@ -90,7 +93,7 @@ def learn_reaches(
         if before > 0 and (not undone or block.is_constrained or undone.isdisjoint(block.layer.parameters)):
             slope, fell = after / before, block.learned("fell")
             reach = _moved(block.reach, slope, fell=fell, fast_up_to=fast_up_to)
-            block.set_learned(reach=min(reach, block.layer.most_reach), fell=fell or not slope > 0)
+            block.set_learned(reach=min(reach, block.layer.most_reach), fell=fell or not slope > _LEAST_SLOPE)
             too_long.update(() if after > 0 else block.layer.parameters)  # also if ``after`` is NaN
     return too_long
 
@@ -139,7 +142,7 @@ def _moved(reach: float, slope: float, *, fell: bool, fast_up_to: float) -> floa
         fast_up_to: Up to which reach it rises faster until then.
     """
     excess = max(-slope, slope - 1)  # above 1 outside of -1 to 2
-    if slope > 0 and not (fell and excess > 1):
+    if slope > _LEAST_SLOPE and not (fell and excess > 1):
         unchanged = min(1.0, max(0.0, 2 * slope - 1)) if not fell and reach < fast_up_to else 0.0
         return reach * _GROWTH * (_FIRST_GROWTH / _GROWTH) ** unchanged
     fall = max(1.0, min(min(excess, _FALL) ** 2, _FALL / _GROWTH)) if math.isfinite(slope) else _FALL / _GROWTH

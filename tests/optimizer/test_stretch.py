@@ -90,7 +90,7 @@ class Stretched:
         for layer, slope in slopes.items():
             share = slope / self.descent[layer]
             excess = abs(share - 0.5) - 0.5
-            if share > 0 and (layer not in self.fell or excess <= 1):
+            if share > 0.05 and (layer not in self.fell or excess <= 1):
                 faster = 0.0 if layer in self.fell else min(max(2 * share - 1, 0.0), 1.0)
                 self.reach[layer] = min(3.0, self.reach[layer] * 1.1 ** (1 - faster) * 1.4**faster)
             else:
@@ -309,7 +309,9 @@ def learned(slope: float, descent: float, times: int = 1) -> tuple[float, bool]:
 
 
 def test_reach_falls_by_as_much_as_the_gradient_has_turned_round() -> None:
-    for slope, expected in [(0.5, 1.1), (1e-9, 1.1), (-0.1, 1 / 1.1), (-1.0, 1 / 1.1), (-2.0, 1 / 4.4), (-9.0, 1 / 30)]:
+    rises = [(0.5, 1.1), (0.051, 1.1)]
+    falls = [(0.049, 1 / 1.1), (1e-9, 1 / 1.1), (-0.1, 1 / 1.1), (-1.0, 1 / 1.1), (-2.0, 1 / 4.4), (-9.0, 1 / 30)]
+    for slope, expected in rises + falls:
         assert learned(2 * slope, 2.0) == (pytest.approx(0.01 * expected), slope <= 0)
     assert learned(1.0, 1.0, 200) == (3.0, False)
     assert learned(-1.0, 1.0, 200) == (3e-4, True)
