@@ -5,7 +5,7 @@ moment too. For them the gradients alone are averaged here as well, in the same 
 The decay in its moment cannot be computed from the present weights, because weights move: K-FAC would take the error
 for a gradient, and go far along it where true gradients are small. (With a decay of 0.1 under SGD, rows of an embedding
 grew a thousandfold.) For base classes without a first moment that is known here (SGD without momentum, Adagrad,
-RMSprop, Adadelta, Muon) the gradients are averaged here while trust is learned::
+RMSprop, Adadelta, Muon, all that are neither torch's nor LAMB) the gradients are averaged here while trust is learned::
 
     m <- 0.9 m + 0.1 g,    at first m = g
 """

@@ -17,9 +17,8 @@ from .state_keys import MOMENT
 class Rule:
     """What a base class does with gradients; this one is for classes of which nothing else is known.
 
-    Such a class keeps a first moment if its state holds an ``exp_avg`` of the parameter's shape. Its update is what it
-    has subtracted from the weights, weight decay included unless its groups say ``decoupled_weight_decay``. Rules of
-    classes that are known extend it (:mod:`~kfac_optim.bases.rules`).
+    Its update is what it has subtracted from the weights, weight decay included unless its groups say
+    ``decoupled_weight_decay``. Rules of classes that are known extend it (:mod:`~kfac_optim.bases.rules`).
 
     Args:
         optimizer: The optimizer.
@@ -43,13 +42,12 @@ class Rule:
     # Moments --------------------------------------------------------------------------------------------------------
 
     def keeps_moment(self, p: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
-        """Whether the state holds a first moment of the gradients.
+        """Whether the state holds a first moment of the gradients; of a class that is not known, nobody knows.
 
-        In some classes ``momentum`` means something else: RMSprop averages gradients that it has already divided. A
-        moment of projected or masked gradients has another shape and does not count.
+        RMSprop's momentum is of gradients that it has already divided, and so is the ``exp_avg`` of NovoGrad; others
+        project gradients, or multiply them.
         """
-        moment = state.get(self.moment_key)
-        return isinstance(moment, Tensor) and moment.shape == p.shape
+        return False
 
     def needs_average(self, p: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
         """Whether gradients may be averaged here: the class keeps no first moment, or one with weight decay in it."""

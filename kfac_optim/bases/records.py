@@ -41,7 +41,7 @@ _MARK = PREFIX + "norm"  # the mark of the weight after the last step (constrain
 
 
 def record(buckets: Sequence[Bucket], found: Mapping[str, Mapping[nn.Parameter, Tensor]], length: Tensor) -> None:
-    """Records what was computed, by key and parameter; changes only where a first moment keeps updates similar.
+    """Records what was computed, by key and parameter; changes only where a moment keeps updates similar.
 
     Groups with a rate of 0 are left out: their weights did not move, and the vectors may belong to no update.
     ``length``: that of all updates, 0-dim.
@@ -49,7 +49,9 @@ def record(buckets: Sequence[Bucket], found: Mapping[str, Mapping[nn.Parameter, 
     for bucket in [bucket for bucket in buckets if moves(bucket[0].group)]:
         for key, of_key in found.items():
             for m in bucket:
-                if (entry := of_key.get(m.p)) is not None and (key != CHANGE or m.has_first_moment):
+                if (entry := of_key.get(m.p)) is not None and (
+                    key != CHANGE or m.has_first_moment or not m.rule.updates_grow(m.state)
+                ):
                     # If the type is right already, comparing it is ten times as fast as calling ``to``.
                     m.state[key] = entry if entry.dtype == m.p.dtype else entry.to(m.p.dtype)
     first = buckets[0][0]

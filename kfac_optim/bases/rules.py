@@ -116,14 +116,21 @@ def _holds_update(m: Member) -> bool:
     return foreach and (m.gradient.is_inference() or m.gradient._version != m.version)  # inference tensors count none
 
 
-class DecoupledRule(Rule):
+class MomentRule(Rule):
+    """The rule of classes whose ``exp_avg`` is an average of the gradients."""
+
+    def keeps_moment(self, p: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
+        return self.moment_key in state
+
+
+class DecoupledRule(MomentRule):
     """The rule of torch's classes whose weight decay is decoupled, whatever their groups say."""
 
     def is_decoupled(self, group: Mapping[str, Any]) -> bool:
         return True
 
 
-class AdamRule(Rule):
+class AdamRule(MomentRule):
     """Adam's, and what Adam has in common with its relatives."""
 
     adds_decay = True
@@ -182,7 +189,7 @@ class AdamaxRule(AdamRule):
         return in_moment.div_(m.state["exp_inf"]).div_(_corrections(m)[1])
 
 
-class LambRule(Rule):
+class LambRule(MomentRule):
     """LAMB adds decay to the update, before it multiplies by the trust ratio."""
 
     leaves_gradients = True

@@ -330,12 +330,6 @@ def moments_after_three_steps(kfac: Any, **how: Any) -> list[tuple[Member, Tenso
     return list(zip(bucket, bucket[0].rule.moments(bucket, [m.gradient for m in bucket]), strict=True))
 
 
-def test_a_base_that_projects_some_of_its_moments_has_averages_for_those() -> None:
-    """Its biases, in the same group, have moments of its own; no raw gradients beside them."""
-    for m, moment in moments_after_three_steps(KFACProjected):
-        assert moment is m.state["kfac_moment" if m.p.dim() > 1 else "exp_avg"]
-
-
 class KFACAdamP(KFACMixin, torch_optimizer.AdamP):
     """Its ``nesterov`` is no matter of a momentum in its groups."""
 
@@ -344,11 +338,22 @@ class KFACSGDP(KFACMixin, torch_optimizer.SGDP):
     """It has a momentum, but not that of SGD: averages are kept for it."""
 
 
-@pytest.mark.parametrize("kfac", [KFACAdamP, KFACSGDP])
-def test_what_nesterov_means_to_another_base_is_its_own_matter(kfac: Any) -> None:
-    how = {"momentum": 0.9} if kfac is KFACSGDP else {}
-    for m, moment in moments_after_three_steps(kfac, nesterov=True, **how):
-        assert moment is m.state["kfac_moment" if kfac is KFACSGDP else "exp_avg"]
+@pytest.mark.parametrize("kfac", [KFACAdamP, KFACSGDP, KFACProjected])
+def test_what_a_base_of_others_calls_its_moment_or_nesterov_is_its_own_matter(kfac: Any) -> None:
+    """Averages are kept for it, since its moments may be of gradients that it has divided, multiplied or projected."""
+    how: dict[str, Any] = {} if kfac is KFACProjected else {"nesterov": True}
+    for m, moment in moments_after_three_steps(kfac, **how, **({"momentum": 0.9} if kfac is KFACSGDP else {})):
+        assert moment is m.state["kfac_moment"]
+
+
+def test_changes_of_a_base_of_others_are_repeated_where_it_steps_on_a_moment() -> None:
+    """Then its updates differ little from step to step."""
+    for kfac, repeats in ((KFACAdamP, True), (KFACSGDP, False)):
+        model = make_model()
+        optimizer = kfac(model, lr=0.01, **OFTEN)
+        optimizer.curvature.stages.steering.trust.notches = 5
+        train(model, optimizer, range(3))
+        assert any("kfac_change" in state for state in optimizer.state.values()) == repeats
 
 
 COUPLED: list[tuple[Any, dict[str, bool]]] = [
