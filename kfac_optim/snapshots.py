@@ -25,7 +25,7 @@ START_REACH = 0.01  # of a layer's reach
 # The learned numbers of a layer, which are saved beside its running averages ("current").
 LEARNED: Mapping[str, Counter] = {
     "reach": Counter(START_REACH),  # the share of the stretch along flat directions that its steps get (reach.py)
-    "fell": Counter(False, 1),  # whether the loss has ever ceased to fall along one of its stretches
+    "fell": Counter(False, 1),  # whether its reach has ever fallen
     "trains": Counter(False, 1),  # whether its weight required gradients when this was noted last
     "changes": Counter(0, CONSTRAINED),  # how many comparisons in a row have found its weights changed (constraints.py)
 }

@@ -151,16 +151,18 @@ def _can_repeat(engine: CurvatureEngine, plan: Plan, buckets: Sequence[Bucket]) 
     """Whether this step may be changed as the last one was.
 
     It may not if a layer that has a gradient now had none when directions were last computed, as happens to heads that
-    are used in turn. The updates of a base class without a first moment differ too much between steps to be repeated,
-    so only the stretch is repeated there, which was made from an average of gradients. What was made from a single
-    gradient, as with Adam at a first beta of 0, is never repeated. If nothing is recorded, only a step at trust 0 may
-    repeat: it is then the base class's own.
+    are used in turn. The updates of a base class that steps on single gradients differ too much to be repeated, so only
+    the stretch is repeated there, which was made from an average of gradients. What was made from a single gradient, as
+    with Adam at a first beta of 0, is never repeated, nor is what was made from a momentum that has been switched off.
+    If nothing is recorded, only a step at trust 0 may repeat: it is then the base class's own.
     """
     turned = [some for bucket in buckets if (some := records.having(bucket, records.TURN))]
     others = {m.p for m in set(chain.from_iterable(buckets)).difference(*turned) if moves(m.group)}
     if not turned or (others and any(b.has_direction and b.layer.weight in others for b in engine.stages.blocks)):
         return False
-    if not all(some[0].rule.averages_gradients(some[0].group) for some in turned):
-        return False
+    for some in turned:
+        averaged = [m for m in some if not m.has_first_moment]
+        if not some[0].rule.averages_gradients(some[0].group) or len(records.having(averaged, MOMENT)) < len(averaged):
+            return False
     repeated = (records.CHANGE, records.STRETCH) if plan.stretches else (records.CHANGE,)
     return plan.trust == 0 or any(records.having(some, key) for some in turned for key in repeated)

@@ -24,7 +24,7 @@ class Rule:
         optimizer: The optimizer.
     """
 
-    moment_key = "exp_avg"  # of the first moment in a parameter's state
+    moment_key = "exp_avg"  # of a first moment in a parameter's state
     adds_decay = False  # whether the class adds weight decay to the gradient, unless its groups say otherwise
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -32,12 +32,9 @@ class Rule:
 
     @property
     def leaves_gradients(self) -> bool:
-        """Whether a step leaves gradients as they are, as torch's do; others often add weight decay to them.
-
-        (For what torch's SGD may do see :mod:`~kfac_optim.bases.rules`.)
-        """
-        bases = type(self.optimizer).__mro__
-        return any(base.__module__.startswith("torch.optim.") and base is not torch.optim.Optimizer for base in bases)
+        """Whether the base's step leaves gradients as they are, as torch's do; others may add weight decay to them."""
+        steps = (cls.__module__ for cls in type(self.optimizer).__mro__ if "step" in vars(cls))
+        return next(name for name in steps if not name.startswith("kfac_optim.")).startswith("torch.optim.")
 
     # Moments --------------------------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ class SGDRule(Rule):
     """Its first moment, the momentum buffer, is a sum of gradients, not an average; its update is the first moment."""
 
     moment_key, adds_decay = "momentum_buffer", True
+    leaves_gradients = True  # what a step of a subclass makes of a gradient is the update; see also _holds_update
 
     def keeps_moment(self, p: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
         return bool(group["momentum"]) and state.get(self.moment_key) is not None

@@ -93,7 +93,7 @@ class Readings:
         return 0.0 if tensor is None else self._found[tensor][0]
 
     def slopes(self) -> dict[nn.Parameter, tuple[float, float]]:
-        """``after`` and ``before`` of the lessons by parameter, times its learning rate."""
+        """``after`` and ``before`` of the lessons by parameter, times its rate in ``stretched`` and the rate's size."""
         if self.lessons is None:
             return {}
         after, before = self.numbers(self.lessons.after), self.numbers(self.lessons.before)

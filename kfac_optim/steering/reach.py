@@ -22,10 +22,9 @@ Each layer has a reach of its own, which starts low. If the loss still falls alo
 
 a longer stretch would have been better, and reach rises by a tenth of itself; else it falls. (Where less is left of the
 slope, a longer stretch gains next to nothing, but weights wander along flat directions with the noise in m, until they
-saturate a tanh, say.) A slope below -1 says that
-the stretch was more than twice as long as the best one: it has met a wall, and reach falls by much more. Once a reach
-has fallen, it falls as much at slopes above 2, which are just as far from 1/2, and mostly noise. Where single gradients
-say so little, steps along flat directions should be short.
+saturate a tanh, say.) A slope below -1 says that the stretch was more than twice as long as the best one: it has met a
+wall, and reach falls by much more. Once a reach has fallen, it falls as much at slopes above 2, which are just as far
+from 1/2, and mostly noise. Where single gradients say so little, steps along flat directions should be short.
 
 Before its first fall, a reach is only known to be too small, and the less the slope has changed, the further it may be
 from where the loss ceases to fall. So until then it rises by more where the slope is above a half, by four tenths where
@@ -73,8 +72,8 @@ def learn_reaches(
 
     Args:
         blocks: The layers' blocks.
-        slopes: For each parameter that was stretched, two alignments with its stretch: that of the gradient after the
-            step, and that of the gradients before it.
+        slopes: For each parameter that was stretched, two alignments with its stretch, times its learning rate: that of
+            the gradient after the step, and that of the gradients before it.
         undone: The parameters of layers whose last stretch the training loop may have undone. Nothing is learned from
             these stretches, except that a constrained layer still learns, up to its start value.
         warms_up: Whether the learning rate rises.
@@ -138,7 +137,7 @@ def _moved(reach: float, slope: float, *, fell: bool, fast_up_to: float) -> floa
     Args:
         reach: The reach.
         slope: The loss's slope along the last stretch, divided by that before the step.
-        fell: Whether the loss has ever ceased to fall along a stretch.
+        fell: Whether it has ever fallen.
         fast_up_to: Up to which reach it rises faster until then.
     """
     excess = max(-slope, slope - 1)  # above 1 outside of -1 to 2

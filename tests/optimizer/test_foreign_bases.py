@@ -74,9 +74,24 @@ class KFACDecaying(KFACMixin, Decaying):
     """It keeps no first moment."""
 
 
-def test_gradients_are_averaged_as_they_were_before_the_base_class_wrote_into_them() -> None:
+class DecayingRMSprop(torch.optim.RMSprop):
+    """Does so around torch's own step."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.add_(p.detach(), alpha=0.5)
+        super().step(closure)
+
+
+class KFACDecayingRMSprop(KFACMixin, DecayingRMSprop):
+    """Its step is not torch's."""
+
+
+@pytest.mark.parametrize("kfac", [KFACDecaying, KFACDecayingRMSprop])
+def test_gradients_are_averaged_as_they_were_before_the_base_class_wrote_into_them(kfac: Any) -> None:
     model = make_model().double()
-    optimizer = KFACDecaying(model, **OFTEN)
+    optimizer = kfac(model, **OFTEN)
     averages: dict[Any, Tensor] = {}
     for _ in range(3):
         optimizer.zero_grad()

@@ -688,6 +688,22 @@ def test_a_schedule_that_brings_momentum_takes_over_from_the_average() -> None:
         assert kept == (set() if momentum else covered)
 
 
+@pytest.mark.usefixtures("soon_grown")
+def test_what_a_momentum_has_changed_is_not_repeated_once_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was up to ten times as long as a gradient."""
+    monkeypatch.setattr(Trust, "learn", lambda *_, **__: None)
+    model = Net()
+    optimizer = KFACSGD(model, **(MODE | {"scaling": "graft", "momentum": 0.9}))
+    optimizer.curvature.stages.steering.trust.notches = 5
+    turns = []
+    for momentum in (0.9, 0.9, 0.9, 0.9, 0.0):  # the last would repeat the fourth, as two do the first
+        optimizer.param_groups[0]["momentum"] = momentum
+        backward(model, data(), loss)
+        optimizer.step()
+        turns.append(optimizer.state[model.first.weight]["kfac_turn"])
+    assert [now is last for last, now in itertools.pairwise(turns)] == [True, True, False, False]
+
+
 def test_gradients_of_another_type_are_averaged_in_that_of_the_parameter() -> None:
     model = Net()
     twin = copy.deepcopy(model)
