@@ -39,10 +39,10 @@ class Rule:
     # Moments --------------------------------------------------------------------------------------------------------
 
     def keeps_moment(self, p: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
-        """Whether the state holds a first moment of the gradients; of a class that is not known, nobody knows.
+        """Whether the state holds a first moment of the raw gradients. That of an unknown class may be of others.
 
-        RMSprop's momentum is of gradients that it has already divided, and so is the ``exp_avg`` of NovoGrad; others
-        project gradients, or multiply them.
+        RMSprop's momentum and NovoGrad's ``exp_avg`` are of gradients that have been divided before; other classes
+        multiply or project them.
         """
         return False
 
