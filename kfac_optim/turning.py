@@ -49,8 +49,9 @@ def take_turned_step(
     computes = plan.computes and not repeats
     before = [bucket[0].rule.weights_before(bucket) for bucket in covered] if computes else []
     members = [*chain.from_iterable(covered)] if plan.learns or computes else []
-    for m in members:
-        m.keep_gradient()
+    if members and not members[0].rule.leaves_gradients:
+        for m in members:
+            m.keep_gradient()
     with gradient_weight_tracked(covered):
         take_base_step()
     if plan.learns or computes:

@@ -168,9 +168,8 @@ class Member:
         self.version = 0 if self.gradient.is_inference() else self.gradient._version
 
     def keep_gradient(self) -> None:
-        """Keeps a copy of the gradient, if the base class's step may write into it."""
-        if not self.rule.leaves_gradients:
-            self.gradient = self.gradient.clone()
+        """Keeps a copy of the gradient, because the base class's step may write into it."""
+        self.gradient = self.gradient.clone()
 
     def take_state(self) -> None:
         """Looks up the state again, which the base class may have created; creates it if there is none."""

@@ -121,7 +121,9 @@ class MomentRule(Rule):
     """The rule of classes whose ``exp_avg`` is an average of the gradients."""
 
     def keeps_moment(self, p: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
-        return self.moment_key in state
+        """One of another shape does not count: a subclass may project it."""
+        moment = state.get(self.moment_key)
+        return isinstance(moment, Tensor) and moment.shape == p.shape
 
 
 class DecoupledRule(MomentRule):

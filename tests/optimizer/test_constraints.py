@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import statistics
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -165,10 +166,10 @@ def test_a_projection_in_every_second_step_is_found(seed: int) -> None:
 def test_stretches_of_a_pruned_network_fall_where_they_meet_a_wall() -> None:
     """What the masks leave of a stretch is not along flat directions any more; at a fixed reach it diverged.
 
-    Four seeds are judged together. At this rate the loss jumps in about one run of twenty, with seed 0 for instance.
+    The median of six seeds is judged, because at this rate the loss jumps in about one run of twenty.
     """
-    ends = dict.fromkeys((KFACSGD, torch.optim.SGD), 0.0)
-    for kind, seed in itertools.product(ends, range(1, 5)):
+    ends: dict[Any, list[float]] = {KFACSGD: [], torch.optim.SGD: []}
+    for kind, seed in itertools.product(ends, range(6)):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
         weights = [p for p in model.parameters() if p.dim() > 1]
@@ -185,8 +186,9 @@ def test_stretches_of_a_pruned_network_fall_where_they_meet_a_wall() -> None:
             loss.backward()
             optimizer.step()
             losses.append(float(loss.detach()))
-        ends[kind] += sum(losses[-50:])
-    assert ends[KFACSGD] < 0.6 * ends[torch.optim.SGD]
+        ends[kind].append(sum(losses[-50:]))
+    ratios = [ours / base for ours, base in zip(*ends.values(), strict=True)]
+    assert statistics.median(ratios) < 0.6
 
 
 def reaches_after(change: Callable[[nn.Sequential, int], object], steps: int = 40) -> dict[str, float]:

@@ -345,6 +345,13 @@ def moments_after_three_steps(kfac: Any, **how: Any) -> list[tuple[Member, Tenso
     return list(zip(bucket, bucket[0].rule.moments(bucket, [m.gradient for m in bucket]), strict=True))
 
 
+def test_a_moment_that_a_subclass_of_adam_projects_does_not_count() -> None:
+    adam = torch.optim.AdamW([weight := nn.Parameter(torch.ones(3, 4))])
+    rule, (group,) = rule_of(adam), adam.param_groups
+    assert rule.keeps_moment(weight, group, {"exp_avg": torch.zeros(3, 4)})
+    assert not rule.keeps_moment(weight, group, {"exp_avg": torch.zeros(3)})
+
+
 class KFACAdamP(KFACMixin, torch_optimizer.AdamP):
     """Its ``nesterov`` is no matter of a momentum in its groups."""
 
