@@ -118,5 +118,6 @@ class Sightings:
                 "does not count if its gradients were cleared since (PCGrad), if it is torch.autograd.grad beside a "
                 "backward(), if it has create_graph=True, or inside torch.vmap (torchjd: parallel_chunk_size=1). Steps "
                 "that are taken inside the backward pass need factor_update_steps=1. A sampled Fisher sees no layer "
-                "that the output does not depend on. If all this is intended, name the layer in skip_layers"
+                "that the output does not depend on, and no pass the last layer of a net whose derivatives alone are "
+                "in the loss (a potential, trained on forces). If all this is intended, name the layer in skip_layers"
             )
