@@ -55,15 +55,16 @@ def when_gradient_arrives(output: Tensor, take: Callable[[Tensor], None], *, of_
 
 
 def own_result(output: Tensor) -> Tensor:
-    """The tensor that a layer has computed: its output, or the tensor of which the output is a reshaped view.
+    """The tensor that a layer has computed: its output, or the contiguous tensor of which the output is a whole view.
 
-    ``F.linear`` with a bias returns a view of a matrix for inputs of three and more dimensions. If a view is changed in
-    place, by ``ReLU(inplace=True)`` say, autograd replaces its node, and the old one never runs; the matrix's does.
+    ``F.linear`` with a bias returns a view of a matrix for inputs of three and more dimensions, and a norm over
+    channels that come first a permuted one. If a view is changed in place, by ``ReLU(inplace=True)`` say, autograd
+    replaces its node, and the old one never runs; that of what it is a view of does.
     """
     result = None if output.is_nested or not output._is_view() else output._base
     if result is None or result.grad_fn is None or result.numel() != output.numel() or result.dtype != output.dtype:
         return output
-    return result if result.is_contiguous() and output.is_contiguous() else output
+    return result if result.is_contiguous() else output
 
 
 def as_plain(tensor: Tensor) -> Tensor:

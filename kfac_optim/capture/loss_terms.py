@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
@@ -50,13 +51,13 @@ class LossTerms:
             if not sized:
                 return 1
             tensor = sized[0]
-            classes = tensor.shape[-1] if tensor.is_floating_point() else 1
+            classes = tensor.size(-1) if tensor.is_floating_point() else 1
         elif self.average != "elements" and _is_one_example(_first_tensor((args, kwargs)), tensor):
             return 1
         elif tensor.dim() < 2:
             classes = 1
         elif -tensor.dim() <= self.class_dim < tensor.dim():
-            classes = tensor.shape[self.class_dim]
+            classes = tensor.size(self.class_dim) if self.average == "batch+sequence" else 1
         else:
             raise ValueError(
                 f"Categorical(dim={self.class_dim}): the model's output {list(tensor.shape)} has no such dimension"
@@ -65,7 +66,7 @@ class LossTerms:
             return tensor.numel()
         if self.average == "batch+sequence":
             return tensor.numel() // max(1, classes)
-        return tensor.shape[self.dim_of_examples(tensor)]  # "batch"
+        return tensor.size(self.dim_of_examples(tensor))  # "batch"
 
     def of_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """M as far as it is known before the model returns; 0 if a callable ``average`` has to see the output."""
@@ -140,7 +141,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 def _items_of(value: Any) -> list[Any]:
     if isinstance(value, (tuple, list)):
         return list(value)
-    if isinstance(value, dict):
+    if isinstance(value, (dict, UserDict)):  # transformers.BatchEncoding is a UserDict
         return [value[key] for key in value]  # an entry named "values" or "items" may hide the method of that name
     if is_dataclass(value):
         # With slots=True there is no __dict__; what __post_init__() has added is no field.

@@ -13,7 +13,7 @@ from ..common.precision import full_precision
 from ..common.stopwatch import Stopwatch
 from ..distributed import is_sharded
 from ..layers import KroneckerLayer, LinearLayer
-from .autograd import as_plain
+from .autograd import as_plain, own_result
 
 
 @dataclass(eq=False)
@@ -21,10 +21,9 @@ class LayerCall:
     """One call of a layer, whose output gradient is awaited: the layer's index, the module and what it has observed.
 
     ``a``, packed unless the layer has ``by_example``, ``count`` and ``context`` are those of the layer's
-    :class:`~kfac_optim.layers.base.Observation`, in which ``fraction`` is the share of the examples. ``shape`` is that
-    of the output, with dimensions for examples and positions, which the gradient may lack
-    (:func:`~.autograd.own_result`); None for nested tensors. ``module`` is what
-    :meth:`~kfac_optim.KroneckerLayer.as_applied` has put in its place.
+    :class:`~kfac_optim.layers.base.Observation`, in which ``fraction`` is the share of the examples. ``layout`` is
+    the shape and the strides of the output in the tensor whose gradient arrives (:func:`~.autograd.own_result`); None
+    if that is the output. ``module`` is what :meth:`~kfac_optim.KroneckerLayer.as_applied` has put in its place.
     """
 
     index: int
@@ -33,7 +32,7 @@ class LayerCall:
     count: Any
     context: Any
     fraction: float
-    shape: Sequence[int] | None
+    layout: tuple[Sequence[int], Sequence[int]] | None
 
 
 class Recorder:
@@ -93,12 +92,12 @@ class Recorder:
         """
         layer = self.layers[index]
         module = layer.as_applied(layer.modules[use], details)
-        shape = None if output.is_nested else output.shape
+        layout = None if own_result(output) is output else (output.shape, output.stride())
         with self.stopwatch.stage("factor computation"), full_precision(a.device.type):
             seen = layer.subsample(module, layer.with_examples(module, a), self._fraction)
             found = layer.observe(module, seen, output, self.dtype)
             a = found.a if layer.by_example else layer.specs[0].pack(found.a)
-        return LayerCall(index, module, a, found.count, found.context, self._fraction, shape)
+        return LayerCall(index, module, a, found.count, found.context, self._fraction, layout)
 
     def output_moment(self, call: LayerCall, g: Tensor, *, scaled: bool) -> Tensor:
         """The packed moment of one call's output gradient; ``scaled``: the gradient carries the loss scale.
@@ -108,10 +107,10 @@ class Recorder:
         """
         layer, g = self.layers[call.index], as_plain(g)
         with self.stopwatch.stage("factor computation"), full_precision(g.device.type):
-            if call.shape is None:
+            if g.is_nested:
                 g = _positions_of(g)
-            elif g.shape != call.shape:
-                g = g.reshape(call.shape)
+            elif call.layout is not None:
+                g = g.contiguous().as_strided(*call.layout)
             seen = layer.subsample(call.module, layer.with_examples(call.module, g.detach()), call.fraction)
             scaled, part = scaled and self.has_scaler, seen.numel() < g.numel()
             seen = seen.to(self.dtype) if scaled or part else layer.multiplicand(seen, self.dtype)

@@ -159,8 +159,9 @@ def check_sums(blocks: Sequence[Block], states: Mapping[nn.Parameter, Any], coun
         if name in there and None not in (value, saved) and saved != value:
             raise ValueError(
                 f"the state is damaged: the {name.replace('_', ' ')} of its Kronecker factors is {value} instead of "
-                f"{saved}. Load another checkpoint; if factors were changed or left out on purpose, delete the entries "
-                f"'{PREFIX}checksum_...' from the state's param_groups"
+                f"{saved}. Load another checkpoint; one that is kept in memory has to be a copy.deepcopy() of "
+                "state_dict(), in whose own tensors training goes on. If factors were changed or left out on purpose, "
+                f"delete the entries '{PREFIX}checksum_...' from the state's param_groups"
             )
 
 

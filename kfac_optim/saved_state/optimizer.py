@@ -19,6 +19,8 @@ _DECOUPLED = "decoupled_weight_decay"  # False in Adam's groups, True in AdamW's
 
 # The shape of a small parameter. All sizes differ; two are above 128, below which some bases treat matrices otherwise.
 _SMALL = (131, 137, 3, 5, 7, 11)
+_REPLACED = ("state", "param_groups", "defaults", "curvature")  # what a step on these has of its own, or does not use
+_IMMUTABLE = (bool, int, float, str, tuple, frozenset, type(None), torch.dtype, torch.device)
 
 
 def with_checksums(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -114,8 +116,13 @@ def _kinds(optimizer: Any, group: dict[str, Any], base_step: Callable[[Any], Any
 
     Returns:
         By a parameter's number of dimensions and a key of its state: "parameter" for a tensor of its shape, "dims" for
-        one that shares sizes with it (Adafactor, Shampoo), "none" for None. Empty if the step fails.
+        one that shares sizes with it (Adafactor, Shampoo), "none" for None. Empty if the step fails, or if the
+        optimizer holds something that it might change (another optimizer, a list).
     """
+    hooks = "_optimizer_"  # how the names of torch's own begin
+    held = (v for name, v in vars(optimizer).items() if name not in _REPLACED and not name.startswith(hooks))
+    if not all(isinstance(value, _IMMUTABLE) for value in held):
+        return {}
     dims = {p.dim(): p for p in group["params"] if p.dim()}
     small = [torch.ones(_SMALL[:n], dtype=p.dtype, device=p.device) for n, p in dims.items()]
     for tensor in small:
@@ -123,8 +130,10 @@ def _kinds(optimizer: Any, group: dict[str, Any], base_step: Callable[[Any], Any
     options = tree_map_only(Tensor, torch.clone, {**group, "params": ()})  # which the step may change in place
     probe = object.__new__(type(optimizer))
     probe.__dict__.update(optimizer.__dict__, state=defaultdict(dict), param_groups=[{**options, "params": small}])
+    on_cuda = {tensor.device for tensor in small if tensor.device.type == "cuda"}
     try:
-        base_step(probe)
+        with torch.random.fork_rng(on_cuda):  # the step may draw random numbers
+            base_step(probe)
     except Exception:  # the step does not know the saved options, or a kernel does not take such tensors
         return {}
     found: dict[tuple[int, str], str] = {}

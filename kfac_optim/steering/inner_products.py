@@ -45,15 +45,12 @@ def total_alignment(compared: Sequence[Compared], copies: Copies) -> Tensor:
 
     ``copies``: those of gradients that were compared before; new ones are added.
     """
-    products: list[Scalar] = [*_of_shards(compared)]
+    products = _of_shards(compared)
     for some in compared:
         if not some.are_shards:
             dots = [torch.dot(g, v) for _, g, v in _side_by_side(some, copies)]
-            if is_asynchronous(dots[0].device):
-                products.append(_times(torch.stack(dots).sum() if len(dots) > 1 else dots[0], some.multiplier))
-            else:
-                products.append(sum(map(float, dots)) * some.multiplier)
-    return _sum(products)
+            products.append(_times(torch.stack(dots).sum() if len(dots) > 1 else dots[0], some.multiplier))
+    return torch.stack([each.to(products[0]) for each in products]).sum() if len(products) > 1 else products[0]
 
 
 def alignments(compared: Sequence[Compared], copies: Copies | None = None) -> Tensor:
@@ -158,13 +155,3 @@ def _widened(g: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def _times(product: Tensor, multiplier: Scalar) -> Tensor:
     return product * multiplier if isinstance(multiplier, Tensor) or multiplier != 1 else product
-
-
-def _sum(numbers: Sequence[Scalar]) -> Tensor:
-    """The sum of numbers and 0-dim tensors, which may be on several devices, 0-dim."""
-    on_host = sum(number for number in numbers if not isinstance(number, Tensor))
-    others = [number for number in numbers if isinstance(number, Tensor)]
-    if not others:
-        return torch.tensor(on_host, dtype=torch.float64, device="cpu")
-    total = others[0] if len(others) == 1 else torch.stack([number.to(others[0].device) for number in others]).sum()
-    return total + on_host if on_host else total

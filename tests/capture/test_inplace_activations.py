@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -109,6 +110,55 @@ def test_in_place_on_the_tokens_of_a_linear(shape: tuple[int, ...], fisher: str,
         losses = [model(x).square().mean() for model in models]
         assert_step_alike((models[0], first, losses[0]), (models[1], second, losses[1]))
     assert float(first.curvature.factors("0")[1].norm()) > 0
+
+
+class NormOfPixels(nn.LayerNorm):
+    """Normalizes channels that come first, as torchvision's ConvNeXt does; its output is a permuted view."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.layer_norm(x.permute(0, 2, 3, 1), self.normalized_shape, self.weight, self.bias, self.eps)
+        return x.permute(0, 3, 1, 2)
+
+
+class CopyOfPixels(NormOfPixels):
+    """The same, but its output is no view."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).contiguous()
+
+
+class Transposed(nn.Module):
+    """A Linear that returns the transposed view of a square matrix, from which its shape does not tell it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight @ x.mT).mT
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "gaussian"])
+@pytest.mark.parametrize("kind", ["pixels", "square"])
+def test_in_place_on_a_permuted_view(kind: str, fisher: str) -> None:
+    """There are as many channels as pixels in a row, or as many outputs as positions: shapes do not tell them apart."""
+    ends = nn.Flatten(), nn.Linear(64 if kind == "pixels" else 16, 2)
+    if kind == "pixels":
+        views, copies = [nn.Conv2d(2, 4, 1), NormOfPixels(4)], [nn.Conv2d(2, 4, 1), CopyOfPixels(4)]
+    else:
+        views, copies = [nn.Linear(2, 3), Transposed()], [nn.Linear(2, 3), nn.Linear(3, 4, bias=False)]
+    models = [
+        nn.Sequential(*layers, nn.ReLU(inplace=inplace), *copy.deepcopy(ends))
+        for layers, inplace in ((views, True), (copies, False))
+    ]
+    models[0].load_state_dict(models[1].state_dict())
+    first, second = (KFACSGD(m, fisher=fisher, **(OPTIONS | {"lr": 0.01})) for m in models)
+    for _ in range(STEPS):
+        x = torch.randn(6, 2, 4, 4) if kind == "pixels" else torch.randn(6, 4, 2)
+        losses = [model(x).square().mean() for model in models]
+        assert_step_alike((models[0], first, losses[0]), (models[1], second, losses[1]))
+    traces = [float(block.state["current"]["G"]["trace"]) for block in first.curvature.stages.blocks]
+    assert len(traces) == 3 and all(trace > 0 for trace in traces)
 
 
 @pytest.mark.parametrize("fisher", ["empirical", "categorical"])

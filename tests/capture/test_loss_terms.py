@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -338,12 +338,13 @@ class Node:
         lambda output: AttributesAsEntries(values=output),
         Refusing,
         lambda output: Node(output).grow(),
+        lambda output: UserDict(values=output),
     ],
-    ids=["entries as attributes", "attributes as entries", "no logits", "tree"],
+    ids=["entries as attributes", "attributes as entries", "no logits", "tree", "UserDict"],
 )
 def test_containers_of_any_kind_are_looked_into(kind: Callable[[Tensor], Any]) -> None:
     def values_of(given: Any) -> Tensor:
-        return given["values"] if isinstance(given, dict) else given.values
+        return given["values"] if isinstance(given, (dict, UserDict)) else given.values
 
     class Taker(Tagger):
         def forward(self, given: Any) -> Any:
@@ -410,6 +411,17 @@ def test_tensors_are_found_in_their_order_at_any_depth() -> None:
     moved = OrderedDict(enumerate(tensors))
     moved.move_to_end(3, last=False)
     assert tensors_in(moved) == [tensors[i] for i in (3, 0, 1, 2)]
+
+
+@pytest.mark.parametrize(("average", "terms"), [("batch", 2), ("elements", 18), ("batch+sequence", 6)])
+def test_a_strided_nested_output(average: str, terms: int) -> None:
+    """It has no shape, but sizes where all examples have the same."""
+    model = nn.Sequential(nn.Linear(5, 3))
+    optimizer = build(model, loss_average=average)
+    examples = torch.nested.nested_tensor([torch.randn(4, 5), torch.randn(2, 5)], layout=torch.strided)
+    torch.nested.to_padded_tensor(model(examples), 0.0).square().sum().backward()
+    optimizer.step()
+    assert float(optimizer.curvature.stages.blocks[0].state["current"]["G"]["weight"]) == terms
 
 
 def test_a_scalar_over_tokens_counts_the_examples_of_integer_inputs() -> None:

@@ -272,6 +272,54 @@ def test_a_parameter_that_was_cut_takes_the_state_of_one_of_its_size() -> None:
     assert torch.equal(optimizer.state[scale]["exp_avg"], first.state[cut]["exp_avg"])
 
 
+# Loading ------------------------------------------------------------------------------------------------------------
+
+
+class Noisy(torch.optim.Optimizer):
+    """Adds noise to its steps, as Langevin dynamics do."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad + 1e-3 * torch.randn_like(p), alpha=group["lr"])
+
+
+class KFACNoisy(KFACMixin, Noisy):
+    """Draws random numbers."""
+
+
+class Delegating(torch.optim.Optimizer):
+    """Leaves the step to an optimizer that it holds, and counts its steps in a list."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.inner, self.steps = torch.optim.SGD(self.param_groups, lr=lr, momentum=0.9), [0]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.steps[0] += 1
+        self.inner.step()
+
+
+class KFACDelegating(KFACMixin, Delegating):
+    """What it holds is no copy."""
+
+
+@pytest.mark.parametrize("kfac", [KFACNoisy, KFACDelegating])
+def test_loading_a_state_trains_nothing(kfac: Any) -> None:
+    model = make_model()
+    optimizer = kfac(model, **OFTEN)
+    train(model, optimizer, range(3))
+    before, drawn = copy.deepcopy(model), torch.get_rng_state()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert_identical(model, before)
+    assert getattr(optimizer, "steps", [3]) == [3] and torch.equal(torch.get_rng_state(), drawn)
+
+
 # No learning rate ----------------------------------------------------------------------------------------------------
 
 

@@ -97,6 +97,15 @@ def test_swapped_tensors_are_refused() -> None:
     assert "checksum" in refused(state)
 
 
+def test_a_state_that_was_not_copied_before_training_went_on_is_refused_with_the_remedy() -> None:
+    model, optimizer = build(KFACSGD)
+    train(model, optimizer, range(3))
+    state = optimizer.state_dict()
+    train(model, optimizer, range(3, 6))
+    with pytest.raises(ValueError, match="copy.deepcopy"):
+        optimizer.load_state_dict(state)
+
+
 def test_swapped_tensors_of_two_layers_show() -> None:
     layers = [{"current": {side: {"value": torch.randn(3)} for side in "AG"}} for _ in range(2)]
     before = checksums(layers)
