@@ -47,11 +47,10 @@ def record(buckets: Sequence[Bucket], found: Mapping[str, Mapping[nn.Parameter, 
     ``length``: that of all updates, 0-dim.
     """
     for bucket in [bucket for bucket in buckets if moves(bucket[0].group)]:
+        similar = [m for m in bucket if m.has_first_moment or not m.rule.updates_grow(m.state)]
         for key, of_key in found.items():
-            for m in bucket:
-                if (entry := of_key.get(m.p)) is not None and (
-                    key != CHANGE or m.has_first_moment or not m.rule.updates_grow(m.state)
-                ):
+            for m in similar if key == CHANGE else bucket:
+                if (entry := of_key.get(m.p)) is not None:
                     # If the type is right already, comparing it is ten times as fast as calling ``to``.
                     m.state[key] = entry if entry.dtype == m.p.dtype else entry.to(m.p.dtype)
     first = buckets[0][0]
