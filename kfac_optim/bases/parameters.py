@@ -152,6 +152,7 @@ class Member:
             :meth:`take_state` are lost.
         rule: What the base class does with the gradient.
         has_first_moment: Whether the state holds a first moment of the base class.
+        version: Of the gradient before the step, counted by torch.
     """
 
     p: nn.Parameter
@@ -160,9 +161,11 @@ class Member:
     state: dict[str, Any]
     rule: Rule
     has_first_moment: bool = field(init=False)
+    version: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.has_first_moment = self.rule.keeps_moment(self.p, self.group, self.state)
+        self.version = 0 if self.gradient.is_inference() else self.gradient._version
 
     def keep_gradient(self) -> None:
         """Keeps a copy of the gradient, because the base class's step may write into it."""

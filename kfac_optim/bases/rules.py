@@ -18,6 +18,7 @@ from torch import Tensor
 from ..common.flat_storage import Tensors
 from ..common.machines import is_asynchronous
 from ..common.rates import Scalar, rate_of
+from ..distributed import is_sharded
 from .lamb import debiasing
 from .parameters import Bucket, Member, Rule
 from .state_keys import GRADIENT_WEIGHT, MOMENT
@@ -27,15 +28,7 @@ class SGDRule(Rule):
     """Its first moment, the momentum buffer, is a sum of gradients, not an average; its update is the first moment."""
 
     moment_key, adds_decay = "momentum_buffer", True
-
-    @property
-    def leaves_gradients(self) -> bool:
-        """Torch's multi-tensor step, its default on GPUs, writes Nesterov's update into gradients without decay.
-
-        What the step of a subclass makes of a gradient is the update.
-        """
-        groups = self.optimizer.param_groups
-        return not any(g["nesterov"] and not g["weight_decay"] and g.get("foreach") is not False for g in groups)
+    leaves_gradients = True  # what a step of a subclass makes of a gradient is the update; see also _holds_update
 
     def keeps_moment(self, p: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
         return bool(group["momentum"]) and state.get(self.moment_key) is not None
@@ -95,6 +88,8 @@ class SGDRule(Rule):
         moments, group = super().moments(bucket, descent), bucket[0].group
         if moments is descent or not group["nesterov"] or not all(m.has_first_moment for m in bucket):
             return moments
+        if all(map(_holds_update, bucket)):
+            return descent
         return torch._foreach_add(descent, moments, alpha=group["momentum"])
 
     def weights_before(self, bucket: Bucket) -> Tensors:
@@ -104,6 +99,22 @@ class SGDRule(Rule):
     def updates(self, bucket: Bucket, before: Tensors, moments: Tensors, descent: Tensors) -> Tensors:
         """Moments or gradients as they are: exact, unlike a difference of rounded weights."""
         return moments if bucket[0].group["momentum"] else descent
+
+
+def _holds_update(m: Member) -> bool:
+    """Whether SGD has left its update, ``g + momentum * buffer``, where the gradient g was.
+
+    Torch's multi-tensor SGD, its default on GPUs, does that under Nesterov's momentum if it had no reason to copy g.
+    """
+    group = m.group
+    if group["weight_decay"] or group.get("maximize") or group.get("fused"):
+        return False
+    foreach = group.get("foreach")
+    if is_sharded(m.gradient):  # for these, torch takes them only if told to, and counts no versions
+        return bool(foreach)
+    if foreach is None:  # as torch decides
+        foreach = not m.p.is_cpu
+    return foreach and (m.gradient.is_inference() or m.gradient._version != m.version)  # inference tensors count none
 
 
 class MomentRule(Rule):

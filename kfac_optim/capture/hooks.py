@@ -302,7 +302,8 @@ class Capture:
             return
         if self._sampling is not None and self._sampling.leaves_out(index, call):
             return
-        layer_call = self._recorder.observe(index, use, dense, output, details)
+        layout = None if result is output else (output.shape, output.stride())
+        layer_call = self._recorder.observe(index, use, dense, output, details, layout)
         if self._sampling is not None and call is not None:
             self._sampling.await_gradient(call, [index], lambda g: [(layer_call, g)], result)
         else:

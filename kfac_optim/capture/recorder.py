@@ -13,7 +13,9 @@ from ..common.precision import full_precision
 from ..common.stopwatch import Stopwatch
 from ..distributed import is_sharded
 from ..layers import KroneckerLayer, LinearLayer
-from .autograd import as_plain, own_result
+from .autograd import as_plain
+
+Layout = tuple[Sequence[int], Sequence[int]]  # a shape and strides
 
 
 @dataclass(eq=False)
@@ -32,7 +34,7 @@ class LayerCall:
     count: Any
     context: Any
     fraction: float
-    layout: tuple[Sequence[int], Sequence[int]] | None
+    layout: Layout | None
 
 
 class Recorder:
@@ -80,7 +82,9 @@ class Recorder:
         scale = scaler._get_scale_async() if scaler is not None and scaler.is_enabled() else None
         return torch.ones((), device=device) if scale is None else scale.to(device)
 
-    def observe(self, index: int, use: int, a: Tensor, output: Tensor, details: Sequence[int]) -> LayerCall:
+    def observe(
+        self, index: int, use: int, a: Tensor, output: Tensor, details: Sequence[int], layout: Layout | None = None
+    ) -> LayerCall:
         """Notes a call of a layer, and takes the moment of its input at once.
 
         Args:
@@ -89,10 +93,10 @@ class Recorder:
             a: The input.
             output: The output.
             details: How the weight was applied, if inside the call of a host; empty if the layer's module was called.
+            layout: See :class:`LayerCall`.
         """
         layer = self.layers[index]
         module = layer.as_applied(layer.modules[use], details)
-        layout = None if own_result(output) is output else (output.shape, output.stride())
         with self.stopwatch.stage("factor computation"), full_precision(a.device.type):
             seen = layer.subsample(module, layer.with_examples(module, a), self._fraction)
             found = layer.observe(module, seen, output, self.dtype)

@@ -7,6 +7,7 @@ output gradients of its layers are computed (``layers/recurrent.py``).
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -66,10 +67,7 @@ class RecurrentCalls:
             return None
         state = args[1] if len(args) > 1 else kwargs.get("hx")
         recurrent = RecurrentCall(module, given, state, output, self._recorder.dtype)
-        together = torch.cat(
-            [tensor.as_strided((tensor.numel(),), (1,)) for tensor in tensors]
-        )  # as they lie in memory
-        call = self._calls.current
+        together, call = torch.cat([_in_memory(tensor).reshape(-1) for tensor in tensors]), self._calls.current
         views = functools.partial(_views, like=[tensor.detach() for tensor in tensors])
         layer_calls = functools.partial(self._layer_calls, wanted, recurrent, views)
         if self._sampling is None:
@@ -107,7 +105,22 @@ class RecurrentCalls:
                 self._passes.record_output_gradient(layer_call, call, g_rows)
 
 
+def _order(tensor: Tensor) -> list[int]:
+    """The dimensions of a tensor as they lie in memory, the outermost first."""
+    strides = tensor.stride()
+    return sorted(range(tensor.dim()), key=strides.__getitem__, reverse=True)
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    """A tensor with its dimensions in that order."""
+    return tensor.permute(_order(tensor))
+
+
 def _views(flat: Tensor, *, like: Sequence[Tensor]) -> list[Tensor]:
     """The tensors that lie one after the other in a flat one, in memory as ``like``: dropout numbers entries so."""
-    parts = flat.contiguous().split([tensor.numel() for tensor in like])  # a gradient may be expanded
-    return [part.as_strided(t.shape, t.stride(), part.storage_offset()) for part, t in zip(parts, like, strict=True)]
+    ends, parts = itertools.accumulate(tensor.numel() for tensor in like), []
+    for end, tensor in zip(ends, like, strict=True):
+        order = _order(tensor)
+        part = flat[end - tensor.numel() : end].view([tensor.shape[dim] for dim in order])
+        parts.append(part.permute([order.index(dim) for dim in range(tensor.dim())]))
+    return parts

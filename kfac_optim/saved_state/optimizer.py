@@ -19,8 +19,6 @@ _DECOUPLED = "decoupled_weight_decay"  # False in Adam's groups, True in AdamW's
 
 # The shape of a small parameter. All sizes differ; two are above 128, below which some bases treat matrices otherwise.
 _SMALL = (131, 137, 3, 5, 7, 11)
-_REPLACED = ("state", "param_groups", "defaults", "curvature")  # what a step on these has of its own, or does not use
-_IMMUTABLE = (bool, int, float, str, tuple, frozenset, type(None), torch.dtype, torch.device)
 
 
 def with_checksums(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -119,9 +117,7 @@ def _kinds(optimizer: Any, group: dict[str, Any], base_step: Callable[[Any], Any
         one that shares sizes with it (Adafactor, Shampoo), "none" for None. Empty if the step fails, or if the
         optimizer holds something that it might change (another optimizer, a list).
     """
-    hooks = "_optimizer_"  # how the names of torch's own begin
-    held = (v for name, v in vars(optimizer).items() if name not in _REPLACED and not name.startswith(hooks))
-    if not all(isinstance(value, _IMMUTABLE) for value in held):
+    if not all(_is_fixed(value) for name, value in vars(optimizer).items() if not _is_torchs(optimizer, name)):
         return {}
     dims = {p.dim(): p for p in group["params"] if p.dim()}
     small = [torch.ones(_SMALL[:n], dtype=p.dtype, device=p.device) for n, p in dims.items()]
@@ -144,6 +140,18 @@ def _kinds(optimizer: Any, group: dict[str, Any], base_step: Callable[[Any], Any
             elif value is None:
                 found[tensor.dim(), key] = "none"
     return found
+
+
+def _is_torchs(optimizer: Any, name: str) -> bool:
+    """Whether an attribute is one that all optimizers have, or a method, as the ``step`` that schedulers wrap."""
+    ours = ("state", "param_groups", "defaults", "curvature")
+    return name in ours or name.startswith("_optimizer_") or callable(getattr(type(optimizer), name, None))
+
+
+def _is_fixed(value: object) -> bool:
+    """Whether a step cannot change a value in its place."""
+    kinds = (bool, int, float, str, frozenset, type(None), torch.dtype, torch.device)
+    return all(map(_is_fixed, value)) if isinstance(value, tuple) else isinstance(value, kinds)
 
 
 def _shares(shape: torch.Size, parameter: torch.Size) -> bool:

@@ -161,6 +161,18 @@ def test_in_place_on_a_permuted_view(kind: str, fisher: str) -> None:
     assert len(traces) == 3 and all(trace > 0 for trace in traces)
 
 
+def test_a_permuted_view_in_a_compiled_model() -> None:
+    """There the gradient of the output itself arrives."""
+    plain = nn.Sequential(nn.Conv2d(2, 4, 1), NormOfPixels(4), nn.Tanh(), nn.Flatten(), nn.Linear(64, 2))
+    model = copy.deepcopy(plain)
+    first, second = (KFACSGD(m, **(OPTIONS | {"lr": 0.01})) for m in (model, plain))
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(STEPS):
+        x = torch.randn(6, 2, 4, 4)
+        losses = [call(x).square().mean() for call in (compiled, plain)]
+        assert_step_alike((model, first, losses[0]), (plain, second, losses[1]))
+
+
 @pytest.mark.parametrize("fisher", ["empirical", "categorical"])
 def test_a_hook_that_changes_the_gradient_of_an_output(fisher: str) -> None:
     """Loops that clip gradients inside a network do it so: what the layer gets is what its weight's gradient is of."""

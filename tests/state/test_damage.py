@@ -97,6 +97,20 @@ def test_swapped_tensors_are_refused() -> None:
     assert "checksum" in refused(state)
 
 
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_an_entry_of_the_base_class_is_missed_by_a_fresh_optimizer(scheduled: bool) -> None:
+    """Schedulers, which are built before a state is loaded, wrap its ``step``."""
+    model, optimizer = build(KFACAdam)
+    train(model, optimizer, range(3))
+    state = copy.deepcopy(optimizer.state_dict())
+    del state["state"][0]["exp_avg_sq"]
+    _, fresh = build(KFACAdam)
+    if scheduled:
+        torch.optim.lr_scheduler.StepLR(fresh, 10)
+    with pytest.raises(ValueError, match="exp_avg_sq"):
+        fresh.load_state_dict(state)
+
+
 def test_a_state_that_was_not_copied_before_training_went_on_is_refused_with_the_remedy() -> None:
     model, optimizer = build(KFACSGD)
     train(model, optimizer, range(3))
