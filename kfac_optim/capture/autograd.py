@@ -64,7 +64,8 @@ def own_result(output: Tensor) -> Tensor:
     result = None if output.is_nested or not output._is_view() else output._base
     if result is None or result.grad_fn is None or result.numel() != output.numel() or result.dtype != output.dtype:
         return output
-    return result if result.is_contiguous() else output
+    repeats = not all(output.stride())  # an expanded part of it, which has as many entries
+    return result if result.is_contiguous() and not repeats else output
 
 
 def as_plain(tensor: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_optim import KFACSGD, CurvatureEngine
+from kfac_optim.capture.autograd import own_result
 from tests.helpers.compare import assert_step_alike
 from tests.helpers.settings import OPTIONS
 from tests.helpers.versions import needs_saved_tensors_hooks
@@ -159,6 +160,13 @@ def test_in_place_on_a_permuted_view(kind: str, fisher: str) -> None:
         assert_step_alike((models[0], first, losses[0]), (models[1], second, losses[1]))
     traces = [float(block.state["current"]["G"]["trace"]) for block in first.curvature.stages.blocks]
     assert len(traces) == 3 and all(trace > 0 for trace in traces)
+
+
+def test_an_expanded_part_is_no_whole_view() -> None:
+    """It has as many entries as the tensor that it is a part of."""
+    whole = torch.randn(3, 4, requires_grad=True) * 2
+    permuted, expanded = whole.mT, whole[:1].expand_as(whole)
+    assert own_result(permuted) is whole and own_result(expanded) is expanded
 
 
 def test_a_permuted_view_in_a_compiled_model() -> None:
