@@ -67,7 +67,10 @@ class Decaying(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
-                p.sub_(p.grad.add_(p, alpha=0.5), alpha=group["lr"])
+                p.sub_(self.update(p), alpha=group["lr"])
+
+    def update(self, p: Any) -> Tensor:
+        return p.grad.add_(p, alpha=0.5)
 
 
 class KFACDecaying(KFACMixin, Decaying):
@@ -275,17 +278,11 @@ def test_a_parameter_that_was_cut_takes_the_state_of_one_of_its_size() -> None:
 # Loading ------------------------------------------------------------------------------------------------------------
 
 
-class Noisy(torch.optim.Optimizer):
+class Noisy(Decaying):
     """Adds noise to its steps, as Langevin dynamics do."""
 
-    def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.sub_(p.grad + 1e-3 * torch.randn_like(p), alpha=group["lr"])
+    def update(self, p: Any) -> Tensor:
+        return p.grad + 1e-3 * torch.randn_like(p)
 
 
 class KFACNoisy(KFACMixin, Noisy):
