@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._functorch import pyfunctorch
+from torch.autograd.graph import GradientEdge
 
 Edge = tuple[Any, int]  # a node, and the number of one of the nodes that a backward pass goes to from it
 
@@ -52,6 +54,26 @@ def when_gradient_arrives(output: Tensor, take: Callable[[Tensor], None], *, of_
             waiting.clear()
 
     node.register_prehook(on_gradients)
+
+
+def gradients_at(edges: Sequence[GradientEdge], output: Tensor, gradient: Tensor) -> list[Tensor | None]:
+    """The gradients at some edges in a backward pass from ``output``, after all hooks on the tensors there.
+
+    ``torch.autograd.grad`` returns those before the hooks where the pass goes on to another of the edges.
+    """
+    arrived: dict[int, Tensor] = {}
+
+    def note(index: int, gradients: tuple[Tensor | None, ...]) -> None:
+        if (g := gradients[edges[index].output_nr]) is not None:
+            arrived[index] = g
+
+    handles = [edge.node.register_prehook(functools.partial(note, index)) for index, edge in enumerate(edges)]
+    try:
+        found = torch.autograd.grad(output, edges, gradient, retain_graph=True, allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [arrived.get(index, g) for index, g in enumerate(found)]
 
 
 def own_result(output: Tensor) -> Tensor:

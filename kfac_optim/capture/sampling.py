@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..common.user_warning import warn_user
-from .autograd import as_plain, in_backward, is_of_loss, when_gradient_arrives
+from .autograd import as_plain, gradients_at, in_backward, is_of_loss, when_gradient_arrives
 from .calls import ModelCall
 from .fisher import Fisher
 from .microbatch import BackwardPasses
@@ -97,8 +97,7 @@ class SampledBackward:
         with self.recorder.stopwatch.stage("sampled backward"), torch.autocast(logits.device.type, enabled=False):
             target = self._sampled_gradient(logits, torch.Generator(logits.device).manual_seed(seed))
             try:
-                edges = [edge for _, _, edge in awaited]
-                gradients = torch.autograd.grad(logits, edges, target, retain_graph=True, allow_unused=True)
+                gradients = gradients_at([edge for _, _, edge in awaited], logits, target)
             except RuntimeError as error:
                 if "heckpoint" not in str(error):
                     raise

@@ -181,11 +181,13 @@ def test_a_permuted_view_in_a_compiled_model() -> None:
         assert_step_alike((model, first, losses[0]), (plain, second, losses[1]))
 
 
+@pytest.mark.parametrize("layers_before", [0, 1])
 @pytest.mark.parametrize("fisher", ["empirical", "categorical"])
-def test_a_hook_that_changes_the_gradient_of_an_output(fisher: str) -> None:
+def test_a_hook_that_changes_the_gradient_of_an_output(fisher: str, layers_before: int) -> None:
     """Loops that clip gradients inside a network do it so: what the layer gets is what its weight's gradient is of."""
-    plain = nn.Sequential(nn.Linear(3, 4), WithHook(as_function=True), nn.Linear(4, 2))
-    model = nn.Sequential(nn.Linear(3, 4), WithHook(as_function=False), nn.Linear(4, 2))
+    before = [nn.Linear(3, 3) for _ in range(layers_before)]
+    plain = nn.Sequential(*before, nn.Linear(3, 4), WithHook(as_function=True), nn.Linear(4, 2))
+    model = nn.Sequential(*copy.deepcopy(before), nn.Linear(3, 4), WithHook(as_function=False), nn.Linear(4, 2))
     model.load_state_dict(plain.state_dict())
     first, second = (KFACSGD(m, fisher=fisher, **(OPTIONS | {"lr": 0.01})) for m in (model, plain))
     x, y = torch.randn(6, 3), torch.randint(2, (6,))
