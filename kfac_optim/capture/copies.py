@@ -41,9 +41,8 @@ class StateWithoutHooks:
         """The module's state as its class gives it, in new dictionaries without the hooks."""
         module = self._module()
         assert module is not None
-        own = getattr(type(module), "__getstate__", None)  # object has none before Python 3.11
-        state = vars(module) if own is None else own(module)
-        if isinstance(state, tuple):  # the class has slots
+        state: Any = type(module).__getstate__(module)
+        if isinstance(state, tuple):  # of a class with slots
             return self._without_hooks(state[0]), *state[1:]
         return self._without_hooks(state) if isinstance(state, dict) else state
 

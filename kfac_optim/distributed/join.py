@@ -74,8 +74,6 @@ def share_gradients(
         groups: Its parameter groups.
         exhausted: Whether this rank has run out of inputs; its ``.grad`` are then replaced.
     """
-    if comm.world_size == 1:
-        return
     comm.use_device(parameters[0].device)
     active = torch.zeros(comm.world_size, dtype=torch.float64, device="cpu")
     active[comm.rank] = not exhausted

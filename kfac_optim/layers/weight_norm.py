@@ -55,8 +55,7 @@ class _WeightNormLayer(RowsLayer):
 
     def own_parameters(self, module: nn.Module) -> tuple[nn.Parameter, None]:
         normed = _normed(module)
-        if normed is None:
-            raise Declined("its weight norm is gone")
+        assert normed is not None  # with_weight_norm() has seen it
         _, v, gain = normed
         if is_sharded(v):
             raise Declined("weight norm of a sharded weight")

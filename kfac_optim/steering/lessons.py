@@ -92,13 +92,11 @@ class Readings:
         """The number in a 0-dim tensor; 0 for None."""
         return 0.0 if tensor is None else self._found[tensor][0]
 
-    def slopes(self) -> dict[nn.Parameter, tuple[float, float]]:
-        """``after`` and ``before`` of the lessons by parameter, times its rate in ``stretched`` and the rate's size."""
-        if self.lessons is None:
-            return {}
-        after, before = self.numbers(self.lessons.after), self.numbers(self.lessons.before)
-        rates = [self.number(lr) if isinstance(lr, Tensor) else lr for lr in self.lessons.stretched.values()]
-        each = zip(self.lessons.stretched, rates, after, before, strict=True)
+    def slopes(self, lessons: Lessons) -> dict[nn.Parameter, tuple[float, float]]:
+        """``after`` and ``before`` of lessons by parameter, times its rate in ``stretched`` and the rate's size."""
+        after, before = self.numbers(lessons.after), self.numbers(lessons.before)
+        rates = [self.number(lr) if isinstance(lr, Tensor) else lr for lr in lessons.stretched.values()]
+        each = zip(lessons.stretched, rates, after, before, strict=True)
         return {p: (of_after * lr, of_before * abs(lr)) for p, lr, of_after, of_before in each}
 
 

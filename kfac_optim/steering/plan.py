@@ -76,7 +76,7 @@ class Steering:
             self.brake.learn(readings.number(lessons.length))
             self.trust.learn(readings.number(lessons.turn), grows=lessons.grows)
             undone = self.watch.learn(blocks, readings.numbers(lessons.edits))
-            slopes = readings.slopes()
+            slopes = readings.slopes(lessons)
             along = sum(after for p, (after, _) in slopes.items() if p not in undone)
             self.graft.learn(along if lessons.grows and lessons.has_moments else None)
             warms_up = readings.rate > self.rate_history.last

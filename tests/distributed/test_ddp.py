@@ -225,6 +225,21 @@ def test_ranks_that_end_early_under_join(world_size: int) -> None:
     assert_all_near([outcomes[0][0][0]], outcomes[0][1][0])
 
 
+def train_joined_alone(rank: int, world_size: int) -> list[list[Tensor]]:
+    """One rank without DDP, and the same training without Join."""
+    models = [make(), make()]
+    for model in models:
+        optimizer = KFACSGD(model, **OPTIONS)
+        with Join([optimizer], enable=model is models[0]):
+            train(model, optimizer, range(4), shape=SHAPE)
+    return [values(model) for model in models]
+
+
+def test_join_of_the_optimizer_alone_on_one_rank() -> None:
+    ((found, expected),) = run_ranks(1, train_joined_alone)
+    assert_all_near([found], expected)
+
+
 def train_joined_on_schedule(rank: int, world_size: int, schedule: str) -> tuple[list[Tensor], list[float]]:
     """Rank r has 4 + 3 r batches, and a scheduler that is stepped after each; returns the numbers of the last step."""
     model = make()

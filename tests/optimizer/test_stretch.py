@@ -376,7 +376,7 @@ def test_slopes_count_by_the_rates_of_their_groups() -> None:
         for group, lr in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = lr
         lessons = lessons_of(optimizer, buckets_of(optimizer), optimizer.curvature.stages.steering.watch)
-        return Readings([p.grad for p in model.parameters()], rates, lessons, []).slopes()
+        return Readings([p.grad for p in model.parameters()], rates, lessons, []).slopes(lessons)
 
     ones, found = slopes((1.0, 1.0)), slopes((0.02, torch.tensor(0.1)))
     assert len(ones) == 4

@@ -550,6 +550,29 @@ def test_a_module_that_gives_its_state_itself_still_does() -> None:
     del optimizer
 
 
+class Slotted(nn.Linear):
+    """A module that has a slot beside its dictionary."""
+
+    __slots__ = ("note",)
+
+    def __getstate__(self) -> Any:
+        return super().__getstate__(), {"note": self.note}
+
+    def __setstate__(self, state: Any) -> None:
+        attributes, slots = state
+        super().__setstate__(attributes)
+        self.note = slots["note"]
+
+
+def test_a_module_with_slots_keeps_what_is_in_them() -> None:
+    model = nn.Sequential(Slotted(4, 3))
+    model[0].note = "kept"
+    optimizer = KFACSGD(model, lr=0.1)
+    assert b"kfac_optim" not in pickle.dumps(model)
+    assert copy.deepcopy(model)[0].note == "kept"
+    del optimizer
+
+
 def test_a_watched_module_is_freed_without_the_garbage_collector() -> None:
     module = nn.Linear(2, 2)
     leave_hooks_behind(module, object)
