@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -156,6 +157,26 @@ def test_sampled_fisher_refuses_reentry_of_the_whole_model(around_call: bool) ->
     optimizer = KFACSGD(model, fisher="categorical", **OPTIONS)
     with pytest.raises(RuntimeError, match=r"use_reentrant=False.*fisher='empirical'"):
         run(model, optimizer, call=(lambda x: checkpoint(model, x, use_reentrant=True)) if around_call else None)
+
+
+class Failing(torch.autograd.Function):
+    """The identity, whose backward pass fails."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        raise RuntimeError("the user's own")
+
+
+def test_another_error_in_the_sampled_backward_pass_stays_as_it_is() -> None:
+    model = nn.Sequential(nn.Linear(5, 3))
+    model[0].register_forward_hook(lambda module, args, output: Failing.apply(output))
+    optimizer = KFACSGD(model, fisher="categorical", **OPTIONS)
+    with pytest.raises(RuntimeError, match="^the user's own$"):
+        run(model, optimizer)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

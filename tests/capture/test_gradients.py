@@ -403,6 +403,22 @@ def test_a_layer_that_is_frozen_between_forward_and_backward(fisher: str) -> Non
     assert_as(functools.partial(run, before=False), functools.partial(run, before=True), fisher=fisher)
 
 
+@pytest.mark.parametrize("fisher", ["empirical", "categorical"])
+def test_a_layer_that_a_hook_has_cut_off_is_as_a_frozen_one(fisher: str) -> None:
+    """The hook comes before those of the optimizer: to them the layer's output is a leaf."""
+
+    def run(model: nn.Module, optimizer: KFACSGD, *, cut: bool) -> None:
+        loss_of(model, 1).backward()
+        if cut:
+            model[0].register_forward_hook(lambda *call: call[2].detach().requires_grad_(), prepend=True)
+        else:
+            model[0].requires_grad_(False)
+        loss_of(model, 2).backward()
+        model[0].requires_grad_(True)
+
+    assert_as(functools.partial(run, cut=True), functools.partial(run, cut=False), fisher=fisher)
+
+
 def hooked_loss(model: nn.Module, layer: nn.Module, hook: Callable[[Tensor], None], seed: int) -> Tensor:
     """A loss in whose backward pass the hook gets the gradient of the layer's output."""
     handle = layer.register_forward_hook(lambda module, args, output: output.register_hook(hook) and None)

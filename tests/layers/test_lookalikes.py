@@ -95,9 +95,9 @@ class CastingLinear(nn.Linear):
 
 
 class Transposed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, d_in: int = 6, d_out: int = 4) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.zeros(4))
+        self.weight, self.bias = nn.Parameter(torch.randn(d_in, d_out)), nn.Parameter(torch.zeros(d_out))
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight + self.bias
@@ -243,6 +243,27 @@ def test_what_computes_something_else_is_declined(name: str) -> None:
 def test_what_is_around_a_known_function_makes_another_layer(kind: type[nn.Linear]) -> None:
     """It has the factors of that function's call (test_own_forward.py)."""
     assert " at F.linear in " in repr(CurvatureEngine(kind(6, 4)))
+
+
+def test_a_large_weight_is_not_compared() -> None:
+    """Unless a small stand-in can be."""
+    model = nn.Sequential(Transposed(2048, 2049), CastingLinear(2048, 2049))
+    assert [layer.name for layer in CurvatureEngine(model).layers] == ["1"]
+
+
+class Sine(nn.Module):
+    """Its forward has no signature that could be looked at."""
+
+    forward = staticmethod(torch.sin)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+
+def test_a_forward_without_a_signature_is_declined() -> None:
+    engine = CurvatureEngine(nn.Sequential(nn.Linear(3, 3), Sine()))
+    assert [layer.name for layer in engine.layers] == ["0"]
 
 
 def test_a_layer_norm_over_channels_in_front_equals_one_behind_a_transposition() -> None:

@@ -52,6 +52,12 @@ def test_an_empty_weight_is_declined_and_trains_as_before(shape: tuple[int, int]
     assert shape[1] == 0 or not torch.equal(model.empty.bias, before.empty.bias)
 
 
+def test_complex_weights_are_declined() -> None:
+    optimizer = KFACSGD(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2, dtype=torch.complex64)), lr=0.1)
+    assert [layer.name for layer in optimizer.curvature.layers] == ["0"]
+    assert reasons_of(optimizer)["1.weight"] == "complex parameters"
+
+
 def test_a_convolution_of_other_weights_than_its_own_is_declined() -> None:
     """Whose gradient is no product with patches; ``forward`` is as it was."""
 

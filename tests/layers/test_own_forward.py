@@ -647,6 +647,18 @@ def test_trying_leaves_what_a_module_holds_as_it_is(
     assert repr(state_of(model.held)) != repr(before)
 
 
+def test_a_module_that_holds_itself_is_tried() -> None:
+    model = Holding([], lambda held, x: held[0].bias.add(x.mean()))
+    model.held.append(model)
+    assert len(CurvatureEngine(model).layers) == 1
+
+
+def test_a_large_weight_is_not_tried() -> None:
+    engine = CurvatureEngine(nn.Sequential(nn.Conv2d(2, 2, 1), CausalConv1d(8193, 8192, 1, device="meta")))
+    assert [layer.name for layer in engine.layers] == ["0"]
+    assert "is too large to be tried" in repr(engine)
+
+
 def test_a_module_that_holds_a_large_one_is_declined() -> None:
     """Which may be the whole model, on a GPU."""
     model = nn.Sequential(nn.Conv2d(2, 2, 1), Holding([nn.Linear(2049, 2048, device="meta")], lambda *_: None))

@@ -164,6 +164,16 @@ def test_parameters_that_only_the_model_has_anew_are_an_error(change: Callable, 
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 
+def test_an_optimizer_that_was_given_flat_partitions_is_told_how_to_go_on() -> None:
+    model = make()
+    optimizer = KFACSGD(model, lr=0.05, **OFTEN)
+    optimizer.param_groups[0]["params"] = [nn.Parameter(nn.utils.parameters_to_vector(model.parameters()))]
+    with pytest.raises(
+        RuntimeError, match=r"flat partitions.*before wrapping the model, and call engine\.precondition_"
+    ):
+        train(model, optimizer, range(1))
+
+
 class Adapted(nn.Module):
     """As peft adapts attention: in each call the frozen layer computes with another weight, then gets a new one."""
 

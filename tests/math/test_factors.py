@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from tests.helpers.compare import assert_near
 pytestmark = pytest.mark.usefixtures("float64")
 
 
+@example(n=1025, shape=())  # not by an index
 @given(n=st.integers(1, 40), shape=st.sampled_from([(), (1,), (3,), (2, 3)]))
 def test_every_entry_is_packed_once_and_comes_back(n: int, shape: tuple[int, ...]) -> None:
     matrix = torch.randn(*shape, n, n)

@@ -234,6 +234,17 @@ def test_factors_of_several_sizes_are_decomposed_by_one_call() -> None:
         torch.testing.assert_close(vectors.mT @ vectors, torch.eye(factor.shape[-1]).expand_as(factor))
 
 
+@pytest.mark.parametrize("kept", [5, 3])
+def test_eigenvectors_that_are_not_orthonormal_are_noticed(kept: int) -> None:
+    """Also where a subclass has left some out."""
+    rows = torch.randn(2, 5, 8)
+    values, vectors = EigenSolver().decompose(rows @ rows.mT, torch.zeros(()))
+    values, vectors = values[:, -kept:], vectors[..., -kept:].clone()
+    assert EigenSolver().is_valid((values, vectors))
+    vectors[1, :, 0] = vectors[1, :, 1]
+    assert not EigenSolver().is_valid((values, vectors))
+
+
 def test_a_decomposition_of_other_shapes_than_said_is_refused_by_name() -> None:
     """Room is made and sent for those that the solver of the user's own has told."""
     solver = UndampedSolver()

@@ -300,6 +300,11 @@ def test_an_optimizer_can_be_made_of_the_entries_of_anothers_group() -> None:
     assert "kfac_damping" in refusal(TypeError, lambda: KFACSGD(model, lr=0.1, kfac_damping=0.5))
 
 
+def test_what_weight_sharing_returns_is_checked() -> None:
+    message = refusal(ValueError, lambda: KFACSGD(nn.Linear(3, 2), lr=0.1, weight_sharing=lambda name, module: "kfac"))
+    assert "weight_sharing returned 'kfac'" in message and "'expand' or 'reduce'" in message
+
+
 def test_uninitialised_layers_ask_for_a_first_run() -> None:
     assert "run the model once" in refusal(ValueError, lambda: KFACSGD(nn.Sequential(nn.LazyLinear(3)), lr=0.1))
 

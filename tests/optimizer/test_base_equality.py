@@ -148,6 +148,18 @@ def test_lamb_does_not_wait_for_the_device_per_tensor() -> None:
     assert host_reads(KFACLAMB, 20, **keywords) == host_reads(KFACLAMB, 1, **keywords) <= 1
 
 
+def test_the_base_of_lamb_refuses_sparse_gradients() -> None:
+    """As ``torch_optimizer.Lamb`` does."""
+    p = nn.Parameter(torch.zeros(3, 2))
+    p.grad = torch.ones(3, 2).to_sparse()
+    told = []
+    for cls in (MultiTensorLamb, torch_optimizer.Lamb):
+        with pytest.raises(RuntimeError) as caught:
+            cls([p], lr=0.1).step()
+        told.append(str(caught.value))
+    assert told[0] == told[1]
+
+
 def test_the_base_of_lamb_evaluates_a_closure_with_gradients() -> None:
     """As ``torch_optimizer.Lamb`` does, whose place it takes."""
     ours, theirs = make_model(), make_model()

@@ -74,20 +74,27 @@ def trained(model: nn.Module, cls: Any, options: dict[str, Any]) -> tuple[dict[s
     return {name: p.detach().clone() for name, p in model.named_parameters()}, optimizer
 
 
-@pytest.mark.parametrize(("cls", "options"), OPTIONS)
-def test_steps_are_the_same_where_launches_count(
-    cls: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = Net()
-    expected, there = trained(copy.deepcopy(model), cls, options)
-    monkeypatch.setattr(machines, "machine_of", lambda _: "accelerator")
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many stacks were preconditioned together, by step."""
     taken: list[int] = []
     precondition = JointEigen.precondition
     monkeypatch.setattr(
         JointEigen, "precondition", lambda self, *given: (taken.append(len(given[0])), precondition(self, *given))
     )
+    return taken
+
+
+@pytest.mark.parametrize(("cls", "options"), OPTIONS)
+def test_steps_are_the_same_where_launches_count(
+    cls: Any, options: dict[str, Any], joined: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Net()
+    expected, there = trained(copy.deepcopy(model), cls, options)
+    assert not joined
+    monkeypatch.setattr(machines, "machine_of", lambda _: "accelerator")
     found, here = trained(copy.deepcopy(model), cls, options)
-    assert len(set(taken)) == (0 if options.get("solver") == "inverse" else 2), "with and without the extra layer"
+    assert len(set(joined)) == (0 if options.get("solver") == "inverse" else 2), "with and without the extra layer"
     for name, weight in expected.items():
         assert_near(found[name], weight, name, rel=1e-6)  # dot products, and with them reach, are of float32
     usual, expected_usual = (optimizer.curvature.stages.steering.brake.usual for optimizer in (here, there))
@@ -208,9 +215,9 @@ def test_a_stack_of_many_layers_comes_apart(monkeypatch: pytest.MonkeyPatch) -> 
 class Heads(nn.Module):
     """Layers of three shapes, the last of which some steps skip."""
 
-    def __init__(self, shapes: list[tuple[int, int]]) -> None:
+    def __init__(self, shapes: list[tuple[int, int]], bias: bool = True) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(*shape) for shape in shapes)
+        self.layers = nn.ModuleList(nn.Linear(*shape, bias=bias) for shape in shapes)
 
     def forward(self, x: Tensor, skips: bool) -> Tensor:
         given = zip(self.layers, x.split([layer.in_features for layer in self.layers], 1), strict=True)
@@ -237,3 +244,29 @@ def test_stacks_come_and_go(
         return own(batches[step], step in (3, 4, 6))
 
     assert_same_where_launches_count(model, make, loss, len(batches), 1e-6, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "block", "joins"),
+    [
+        ("solvers.joint._KEPT_NUMEL", 20, None, True),
+        ("solvers.joint._KEPT_NUMEL", 0, None, True),
+        ("stacks.preconditioner._MOST_NUMEL", 20, None, False),
+        ("stacks.preconditioner._MOST_NUMEL", 100, 4, False),
+    ],
+    ids=["one is large", "all are large", "too large together", "tiles"],
+)
+def test_large_stacks(
+    limit: str, value: int, block: int | None, joins: bool, joined: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their products of eigenvalues are not kept, or nothing lies side by side; one matrix is a single number."""
+    monkeypatch.setattr(f"kfac_optim.{limit}", value)
+    torch.manual_seed(0)
+    model = Heads([(7, 8), (3, 4), (1, 1)], bias=False)
+    batches = [torch.randn(6, 11) for _ in range(5)]
+
+    def make(own: nn.Module) -> KFACSGD:
+        return KFACSGD(own, lr=0.05, max_factor_dim=block, **OFTEN)
+
+    assert_same_where_launches_count(model, make, lambda own, i: own(batches[i], False), 5, 1e-6, monkeypatch)
+    assert bool(joined) == joins

@@ -202,6 +202,27 @@ def test_tensors_of_groups_are_loaded_as_they_were_saved() -> None:
     assert torch.equal(again.param_groups[0]["total"], total)
 
 
+class ParametersOnly(torch.optim.SGD):
+    """Refuses tensors that are not parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert all(isinstance(p, nn.Parameter) for group in self.param_groups for p in group["params"])
+        return super().step(closure)
+
+
+class KFACParametersOnly(KFACMixin, ParametersOnly):
+    pass
+
+
+def test_a_state_is_loaded_where_no_step_can_be_tried() -> None:
+    (model, _), (other, _) = made("Adam"), made("Adam")
+    optimizer, again = (KFACParametersOnly(own, lr=0.1, momentum=0.9) for own in (model, other))
+    step(model, optimizer, 0)
+    again.load_state_dict(optimizer.state_dict())
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(again.state[q]["momentum_buffer"], optimizer.state[p]["momentum_buffer"])
+
+
 @pytest.mark.parametrize("way", ["deepcopy", "state"])
 def test_a_projection_before_a_step_is_found_by_copies_and_resumed_runs(way: str) -> None:
     ends = []
