@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from kfac_optim import (
     KAISA,
@@ -409,6 +410,14 @@ def test_a_library_that_cannot_exchange_says_so() -> None:
         comm.exchange([(1, torch.ones(2))], [(1, torch.ones(2))], "x")
 
 
+def test_one_process_that_stands_for_a_rank_of_many_cannot_train() -> None:
+    comm = LocalCommunicator(0, world_size=2)
+    with pytest.raises(RuntimeError, match=r"LocalCommunicator sends nothing, .* for estimates alone"):
+        list(comm.sum([torch.ones(2)], "x"))
+    with pytest.raises(RuntimeError, match=r"LocalCommunicator sends nothing, .* for estimates alone"):
+        comm.send([Broadcast([torch.ones(2)], 0, (0, 1))], "x")
+
+
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     """torch.distributed with one process."""
@@ -425,6 +434,18 @@ def test_comm_dtype_is_checked_at_construction(dtype: Any) -> None:
         TorchCommunicator(comm_dtype=dtype)
     for good in (None, torch.float16, torch.bfloat16, torch.float32, torch.float64):
         assert TorchCommunicator(comm_dtype=good).comm_dtype is good
+
+
+def test_some_processes_can_make_no_groups_among_them() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    comm = TorchCommunicator(dist.new_group([0, 1, 2]))
+    comm.check_groups([(0, 1, 2), (2,)])
+    TorchCommunicator().check_groups([(0, 1)])
+    with pytest.raises(
+        ValueError, match=r"such as \(0, 1\), but process_group is only a part.*'factor-wise' or 'layer"
+    ):
+        comm.check_groups([(0, 1)])
+    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -273,7 +273,9 @@ def without_shards(function: Callable[..., Any]) -> Callable[..., Any]:
     return strict
 
 
-def train_turning(rank: int, world_size: int, assignment: str) -> dict[str, tuple[list[Tensor], list[float], float]]:
+def train_turning(
+    rank: int, world_size: int, assignment: str, skipped: Sequence[str]
+) -> dict[str, tuple[list[Tensor], list[float], float]]:
     """At rates so large that trust rises, and two of three steps repeat the change of the one before."""
     trust._YOUNG, found = 1, {}
     for kind, (cls, options) in TURNING.items():
@@ -281,7 +283,7 @@ def train_turning(rank: int, world_size: int, assignment: str) -> dict[str, tupl
         if world_size > 1:
             shard(model, "per layer")
             torch._foreach_lerp = without_shards(torch._foreach_lerp)
-        optimizer = cls(model, **options, **OPTIONS, assignment=assignment)
+        optimizer = cls(model, **options, **OPTIONS, assignment=assignment, skip_layers=skipped)
         trusts = trusts_of(model, optimizer, 10, shape=SHAPE, rank=rank, world_size=world_size)
         plan = optimizer.curvature.stages.plan()
         found[kind] = whole(model), [*trusts, plan.graft], plan.brake.usual
@@ -290,9 +292,14 @@ def train_turning(rank: int, world_size: int, assignment: str) -> dict[str, tupl
 
 @pytest.mark.fast("layer-wise")
 @pytest.mark.usefixtures("soon_grown")
-@pytest.mark.parametrize("assignment", ["factor-wise", "layer-wise"])
-def test_turned_and_repeated_steps_on_shards(assignment: str) -> None:
-    outcomes, expected = run_ranks(2, train_turning, assignment), train_turning(0, 1, assignment)
+@pytest.mark.parametrize(
+    ("assignment", "skipped"),
+    [("factor-wise", ()), ("layer-wise", ()), ("layer-wise", ("0", "2", "3"))],
+    ids=["factor-wise", "layer-wise", "one rank has no directions"],
+)
+def test_turned_and_repeated_steps_on_shards(assignment: str, skipped: Sequence[str]) -> None:
+    outcomes = run_ranks(2, train_turning, assignment, skipped)
+    expected = train_turning(0, 1, assignment, skipped)
     for kind, (weights, trusts, usual) in expected.items():
         repeated = [step for step in range(2, 10, 3) if min(trusts[step - 1 : step + 1]) > 0]
         assert repeated, trusts

@@ -11,10 +11,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.nn.utils import parametrizations
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from kfac_optim import LocalCommunicator
-from kfac_optim.distributed import sharding_problem
+from kfac_optim import LayerOptions, LocalCommunicator, TorchCommunicator
+from kfac_optim.distributed import are_exchangeable, sharding_problem
+from kfac_optim.layers import FoundLayers
 
 
 @pytest.fixture
@@ -67,3 +69,17 @@ def test_anything_but_rows_is_a_problem_under_fsdp2_too(mesh: DeviceMesh, placem
     whole = placements == (Replicate(), Replicate())
     said = "in place of replicate()" if whole else "or not by rows"
     assert said in sharding_problem(sharded(mesh, *placements), roots, ALONE)
+
+
+def test_weight_norm_of_shards_is_declined(mesh: DeviceMesh) -> None:
+    model = fully_shard(parametrizations.weight_norm(nn.Linear(8, 8)), mesh=mesh)
+    found = FoundLayers([model], LayerOptions())
+    assert not found.layers
+    assert "weight norm of a sharded weight" in {why for _, why in found.uncovered.values()}
+
+
+def test_shards_are_exchanged_among_the_ranks_that_hold_them_alone(mesh: DeviceMesh) -> None:
+    on_all, on_some = sharded(mesh, *ROWS), sharded(mesh["inner"], Shard(0))
+    assert are_exchangeable([on_all], TorchCommunicator())
+    assert not are_exchangeable([on_all, on_some], TorchCommunicator())
+    assert are_exchangeable([on_some], TorchCommunicator(mesh.get_group("inner")))

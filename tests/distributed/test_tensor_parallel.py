@@ -16,7 +16,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from kfac_optim import KFACLAMB, KFACSGD, EigenSolver, Graft, KFACAdamW, LayerWise, TorchCommunicator
 from kfac_optim.bases import MultiTensorLamb
 from kfac_optim.blocks import Block
-from kfac_optim.distributed import LocalCommunicator
+from kfac_optim.distributed import LocalCommunicator, largest_entry
 from kfac_optim.steering import plan, reach
 from tests.helpers.compare import assert_all_near
 from tests.helpers.files import packed, unpacked
@@ -401,3 +401,13 @@ def test_a_folder_that_keeps_one_shard_s_factors_is_refused(tmp_path: Path) -> N
     found = run_ranks(4, through_one_folder, str(tmp_path))
     told = [story for story in found if "a file of its own" in story]
     assert len(told) == 2 and len(set(found)) == 2, "those that have the other shard"
+
+
+def largest_of_partial_sums(rank: int, world_size: int) -> float:
+    mesh = init_device_mesh("cpu", (world_size,))
+    parts = torch.tensor([[3.0, 1.0], [-3.0, 1.0]])
+    return float(largest_entry([DTensor.from_local(parts[rank], mesh, [Partial()])]))
+
+
+def test_the_largest_entry_of_a_gradient_that_ranks_have_to_add_up() -> None:
+    assert run_ranks(2, largest_of_partial_sums) == [2.0, 2.0]

@@ -103,6 +103,7 @@ class PretendHorovod(types.ModuleType):
         self.pending: dict[int, Callable[[], Any]] = {}
         self.names: list[str] = []
         self.sets: list[Any] = []
+        self.made: list[list[int]] = []
 
     def is_initialized(self) -> bool:
         return True
@@ -126,6 +127,10 @@ class PretendHorovod(types.ModuleType):
     def broadcast_async_(self, tensor: Tensor, root_rank: int, *, name: str, process_set: Any) -> int:
         self.sets.append(process_set)
         return self._later(name, lambda: tensor.fill_(7) if root_rank else tensor)
+
+    def add_process_set(self, ranks: list[int]) -> str:
+        self.made.append(ranks)
+        return f"set of {ranks}"
 
     def synchronize(self, handle: int) -> None:
         self.pending.pop(handle)()
@@ -157,6 +162,24 @@ def test_horovod_s_operations_are_waited_for_by_their_handles(horovod: PretendHo
     assert kept.tolist() == [0, 1, 2]
     assert horovod.sets == ["all", "all"]
     assert not horovod.pending
+
+
+def test_horovod_makes_a_process_set_once_for_all_communicators(horovod: PretendHorovod) -> None:
+    first, second = HorovodCommunicator(), HorovodCommunicator()
+    for comm in (first, second):
+        comm.prepare([(0, 1), (0, 2), (0, 2)])
+    assert horovod.made == [[0, 2]]
+    second.send([Broadcast([torch.ones(2)], 0, (0, 2))], "directions")
+    assert horovod.sets == ["set of [0, 2]"]
+
+
+def test_what_horovod_refuses_is_told_with_the_remedy(horovod: PretendHorovod, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PretendHorovod, "add_process_set", None)
+    with pytest.raises(RuntimeError, match=r"process set \(0, 2\).*set HOROVOD_DYNAMIC_PROCESS_SETS=1"):
+        HorovodCommunicator().prepare([(0, 2)])
+    monkeypatch.setattr(PretendHorovod, "is_initialized", lambda self: False)
+    with pytest.raises(ValueError, match=r"call hvd\.init\(\) first"):
+        HorovodCommunicator()
 
 
 class OutOfInputs(Communicator):
