@@ -17,6 +17,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 import kfac_optim
 from kfac_optim import KFACSGD, CurvatureEngine
+from kfac_optim.capture.statistics import StepStatistics
 from kfac_optim.common import precision
 from kfac_optim.preconditioning import Preconditioner
 from kfac_optim.refresh.refresher import Refresher
@@ -207,6 +208,21 @@ def test_a_step_can_be_taken_after_an_interrupt_at_the_end_of_its_backward_pass(
         optimizer.step()
         train(model, optimizer, range(3, 6))
         assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+def test_statistics_that_were_being_added_when_interrupted_are_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(0)
+    optimizer = KFACSGD(model, lr=0.1, **SETTINGS | {"factor_update_steps": 1})
+    train(model, optimizer, range(2))
+    before = {name: factor.clone() for name, factor in factors_of(optimizer).items()}
+    add = StepStatistics.add
+    optimizer.zero_grad()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(StepStatistics, "add", lambda *args, **how: interrupt(add(*args, **how)))
+        loss_of(model, 2).backward()
+    optimizer.step()
+    after = factors_of(optimizer)
+    assert all(torch.equal(after[name], factor) for name, factor in before.items())
 
 
 MODES: dict[str, dict[str, Any]] = {
