@@ -21,7 +21,7 @@ from .bases.state_keys import MOMENT
 from .common.rates import Scalar, moves, rate_of, rates_of
 from .engine import CurvatureEngine
 from .stacks import Directions, Maker
-from .steering import LEAST_REACH, Compared, Plan, alignments, changes_at, compares_weights, grafted, stretches, turns
+from .steering import Compared, Plan, alignments, changes_at, compares_weights, grafted, stretches, turns
 
 # For some members of each bucket, what to subtract from each of them, per unit of the learning rate.
 Changes = list[tuple[Bucket, list[Tensor]]]
@@ -142,9 +142,9 @@ def _subtract(changes: Changes) -> None:
 
 
 def _subtract_stretches(stretches: Changes, reaches: Mapping[nn.Parameter, float], brake: Scalar) -> None:
-    """Subtracts stretches, each times its layer's reach, less the least reach, and the brake, from the weights."""
+    """Subtracts stretches, each times its layer's reach and the brake, from the weights."""
     for bucket, vectors in stretches:
-        multipliers = [max(0.0, reaches[m.p] - LEAST_REACH) for m in bucket]
+        multipliers = [reaches[m.p] for m in bucket]
         subtract_multiples_([m.p for m in bucket], vectors, multipliers, brake, rate_of(bucket[0].group))
 
 

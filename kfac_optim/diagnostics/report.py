@@ -97,8 +97,8 @@ def report(engine: Staged, *, eigenvalues: bool = False) -> dict[str, Any]:
             is on another rank.
           - ``cosine``: between the direction and what was preconditioned, a first moment or gradient, in the first
             step after the last refresh; None where its shards went to another rank.
-          - ``reach``: the share of the stretch that a step gets, 0.0003 (none) to 3 (recurrent layers: to 0.05); 0
-            where no step is stretched (:mod:`~.reach`).
+          - ``reach``: the share of the stretch that a step gets, 0.0003 to 3 (recurrent layers: to 0.05); 0 where steps
+            are not stretched (:mod:`~.reach`).
     """
     stages = engine.stages
     damping, progress, frozen_at = stages.config.damping_object, stages.progress, stages.refresher.frozen_at

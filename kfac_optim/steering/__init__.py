@@ -2,7 +2,7 @@
 
 With the base optimizer's update u, K-FAC's direction k and the stretch s of a layer::
 
-    step = u + trust (k - u) + (reach - 0.0003) s
+    step = u + trust (k - u) + reach s
 
 Most learned numbers move by the sign of an inner product: that of the next gradient with a change that was made to the
 step. :mod:`~kfac_optim.turning` carries out the plan.

@@ -5,7 +5,7 @@ not only turned (:mod:`~.trust`), but also stretched, if damping is relative to 
 layer's ``A (x) G``. With the first moment m, and c the coefficient of the base's update u projected on it::
 
     stretch = c ((L + gamma) (A (x) G + gamma I)^-1 - I) m,    c = <u, m> / <m, m>
-    step   += (reach - 0.0003) stretch
+    step   += reach stretch
 
 (With a solver that damps A and G apart, ``L + gamma`` is the product of their largest damped eigenvalues.)
 
@@ -24,9 +24,7 @@ a longer stretch would have been better, and reach rises by a tenth of itself; e
 slope, a longer stretch gains next to nothing, but weights wander along flat directions with the noise in m, until they
 saturate a tanh, say.) A slope below -1 says that the stretch was more than twice as long as the best one: it has met a
 wall, and reach falls by much more. Once a reach has fallen, it falls as much at slopes above 2, which are just as far
-from 1/2, and mostly noise. Where single gradients say so little, steps along flat directions should be short. At its
-least, 0.0003, they are the base's own: with damping at 1e-4 of L, 0.0003 of the stretch would make them four times as
-long.
+from 1/2, and mostly noise. Where single gradients say so little, steps along flat directions should be short.
 
 Before its first fall, a reach is only known to be too small, and the less the slope has changed, the further it may be
 from where the loss ceases to fall. So until then it rises by more where the slope is above a half, by four tenths where
@@ -53,7 +51,7 @@ from ..blocks import Block
 from ..common.counters import Counted, counter
 from ..stacks import Matrices, Stacked
 
-LEAST_REACH = 3e-4  # at which a step is not stretched, and from which reach can still rise
+LEAST_REACH = 3e-4  # a stretch that is too small to notice
 _GROWTH = 1.1  # in a step, reach is multiplied by this factor or divided by it
 _FIRST_GROWTH = 1.4  # what it is multiplied by where the slope has not changed, before its first fall
 _FAST_UP_TO = 0.1  # up to which reach this holds where updates grow

@@ -78,7 +78,7 @@ class Stretched:
         with torch.no_grad():
             for name, p in self.model.named_parameters():
                 reach = self.reach[name.rpartition(".")[0]]
-                p -= self.lr * (reach - 3e-4) * self.stretch.get(name, torch.zeros(()))
+                p -= self.lr * reach * self.stretch.get(name, torch.zeros(()))
         self.steps += 1
 
     def learn(self, gradients: dict[str, Tensor]) -> None:
@@ -259,7 +259,7 @@ def test_directions_without_graft_are_the_damped_steps_of_the_base(
         k = rate * gamma * pair.solve(m, gamma, False, "eigen")
         assert_near(turn, k - u, layer.name, 1e-6)
         reached = optimizer.curvature.stages.trained.reaches()[own[0]]
-        assert_near(change, 0.5 * (u + k) + (reached - reach.LEAST_REACH) * stretch, layer.name, 1e-6)
+        assert_near(change, 0.5 * (u + k) + reached * stretch, layer.name, 1e-6)
 
 
 @pytest.mark.parametrize("launches_count", [False, True])
@@ -533,7 +533,7 @@ def test_the_stretch_is_braked_with_the_step(monkeypatch: pytest.MonkeyPatch) ->
     optimizer.step()
     plain.step()
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        shortened = 0.1 * (0.01 - 3e-4) * 0.25 * optimizer.state[p]["kfac_stretch"]
+        shortened = 0.1 * 0.01 * 0.25 * optimizer.state[p]["kfac_stretch"]
         torch.testing.assert_close(q - p, shortened, rtol=1e-4, atol=1e-12)
         q.data.copy_(p)
     monkeypatch.setattr(trust, "_YOUNG", 1)
@@ -545,7 +545,7 @@ def test_the_stretch_is_braked_with_the_step(monkeypatch: pytest.MonkeyPatch) ->
     for p, last in zip(model.parameters(), before, strict=True):
         assert optimizer.state[p]["kfac_stretch"] is noted[p], "it repeats"
         moved = last - p - 0.1 * optimizer.state[p]["momentum_buffer"]
-        torch.testing.assert_close(moved, 0.1 * (reaches[p] - 3e-4) * 0.25 * noted[p], rtol=1e-4, atol=1e-12)
+        torch.testing.assert_close(moved, 0.1 * reaches[p] * 0.25 * noted[p], rtol=1e-4, atol=1e-12)
 
 
 @pytest.mark.usefixtures("soon_grown")
@@ -574,8 +574,7 @@ def test_what_a_step_repeats(momentum: float, too_far: bool, monkeypatch: pytest
         update = optimizer.state[p]["momentum_buffer"] if momentum else p.grad
         turned, stretched = noted[p].get("kfac_change", torch.zeros_like(p)), noted[p]["kfac_stretch"]
         assert bool(turned.any()) == (momentum > 0) and bool(stretched.any())
-        taken = turned if too_far else turned + (reached - reach.LEAST_REACH) * stretched
-        assert_near((before[p] - p.detach()) / 0.1 - update, taken, rel=1e-9)
+        assert_near((before[p] - p.detach()) / 0.1 - update, turned + (not too_far) * reached * stretched, rel=1e-9)
         assert optimizer.state[p]["kfac_turn"] is noted[p]["kfac_turn"], "it was not computed anew"
         assert ("kfac_stretch" in optimizer.state[p]) != too_far
 
