@@ -228,8 +228,10 @@ class KFACMixin(_Optimizer):
 
     @torch.no_grad()
     def _step_along(self) -> None:
-        share_gradients(self.curvature.stages.comm, self._parameters(), self.param_groups, exhausted=True)
-        self._take_step()
+        comm = self.curvature.stages.comm
+        if comm.world_size > 1:  # else the ranks that Join knows train apart
+            share_gradients(comm, self._parameters(), self.param_groups, exhausted=True)
+            self._take_step()
 
     @property
     def join_device(self) -> torch.device:

@@ -62,13 +62,16 @@ def gradients_at(edges: Sequence[GradientEdge], output: Tensor, gradient: Tensor
     ``torch.autograd.grad`` returns those before the hooks where the pass goes on to another of the edges.
     """
     arrived: dict[int, Tensor] = {}
+    passes: list[int] = []  # this one is the first; users' hooks may begin others inside it
 
     def note(index: int, gradients: tuple[Tensor | None, ...]) -> None:
-        if (g := gradients[edges[index].output_nr]) is not None:
+        g = gradients[edges[index].output_nr]
+        if g is not None and torch._C._current_graph_task_id() in passes[:1]:
             arrived[index] = g
 
-    handles = [edge.node.register_prehook(functools.partial(note, index)) for index, edge in enumerate(edges)]
+    handles: list[Any] = [output.register_hook(lambda _: passes.append(torch._C._current_graph_task_id()))]
     try:
+        handles += [edge.node.register_prehook(functools.partial(note, index)) for index, edge in enumerate(edges)]
         found = torch.autograd.grad(output, edges, gradient, retain_graph=True, allow_unused=True)
     finally:
         for handle in handles:

@@ -195,6 +195,37 @@ def test_a_hook_that_changes_the_gradient_of_an_output(fisher: str, layers_befor
     assert_step_alike((model, first, losses[0]), (plain, second, losses[1]))
 
 
+class Probed(nn.Module):
+    """Takes the gradient of an input inside the backward pass, through the same call of a layer or one beside it."""
+
+    def __init__(self, probes: str | None) -> None:
+        super().__init__()
+        self.first, self.last, self.probes = nn.Linear(3, 4), nn.Linear(4, 2), probes
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        y = self.first(x)
+        probed = y if self.probes == "same call" else self.first(x)
+        z = y.tanh()
+        if self.probes:
+            z.register_hook(
+                lambda g: torch.autograd.grad(probed, x, torch.full_like(z, 7.0), retain_graph=True) and None
+            )
+        return self.last(z)
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "categorical"])
+@pytest.mark.parametrize("probes", ["same call", "call beside it"])
+def test_a_hook_that_takes_another_gradient(fisher: str, probes: str) -> None:
+    """It is no part of the loss's."""
+    model, plain = Probed(probes), Probed(None)
+    plain.load_state_dict(model.state_dict())
+    first, second = (KFACSGD(m, fisher=fisher, **(OPTIONS | {"lr": 0.01})) for m in (model, plain))
+    x, y = torch.randn(6, 3), torch.randint(2, (6,))
+    losses = [F.cross_entropy(m(x), y) for m in (model, plain)]
+    assert_step_alike((model, first, losses[0]), (plain, second, losses[1]))
+
+
 class TenthOfGradient(torch.autograd.Function):
     """Returns its input, and sends a tenth of the gradient back."""
 

@@ -438,14 +438,16 @@ def test_comm_dtype_is_checked_at_construction(dtype: Any) -> None:
 
 def test_some_processes_can_make_no_groups_among_them() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    comm = TorchCommunicator(dist.new_group([0, 1, 2]))
-    comm.check_groups([(0, 1, 2), (2,)])
-    TorchCommunicator().check_groups([(0, 1)])
-    with pytest.raises(
-        ValueError, match=r"such as \(0, 1\), but process_group is only a part.*'factor-wise' or 'layer"
-    ):
-        comm.check_groups([(0, 1)])
-    dist.destroy_process_group()
+    try:
+        comm = TorchCommunicator(dist.new_group([0, 1, 2]))
+        comm.check_groups([(0, 1, 2), (2,)])
+        TorchCommunicator().check_groups([(0, 1)])
+        with pytest.raises(
+            ValueError, match=r"such as \(0, 1\), but process_group is only a part.*'factor-wise' or 'layer"
+        ):
+            comm.check_groups([(0, 1)])
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_rank")

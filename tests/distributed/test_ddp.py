@@ -240,6 +240,21 @@ def test_join_of_the_optimizer_alone_on_one_rank() -> None:
     assert_all_near([found], expected)
 
 
+def train_joined_apart(rank: int, world_size: int) -> list[list[Tensor]]:
+    """Rank r has 2 + 2 r batches and a model of its own; and the same training without Join."""
+    models = [make(), make()]
+    for model in models:
+        optimizer = KFACSGD(model, **OPTIONS, communicator=LocalCommunicator())
+        with Join([optimizer], enable=model is models[0]):
+            train(model, optimizer, range(2 + 2 * rank), shape=SHAPE)
+    return [values(model) for model in models]
+
+
+def test_a_rank_that_trains_apart_takes_no_steps_along_with_others() -> None:
+    for found, expected in run_ranks(2, train_joined_apart):
+        assert_all_near([found], expected)
+
+
 def train_joined_on_schedule(rank: int, world_size: int, schedule: str) -> tuple[list[Tensor], list[float]]:
     """Rank r has 4 + 3 r batches, and a scheduler that is stepped after each; returns the numbers of the last step."""
     model = make()
