@@ -96,10 +96,11 @@ def _turn_and_stretch(
     updates = {**moments, **other_updates}
     length = update_length(covered, list(updates.values()), directions.norm_of_updates(updates))
     brake = plan.brake.of(length)
+    share = plan.brake.share(trust, brake)
     makers: dict[str, Maker] = {records.TURN: lambda out: turns(scaled, out)}
-    takes_whole_turn = trust == 1 and brake is None  # then turn and change are the same vectors
-    if trust > 0 and not takes_whole_turn:
-        makers[records.CHANGE] = lambda out: changes_at(scaled, trust, brake, plan.graft, out)
+    takes_whole_turn = trust == 1 and share is None  # then turn and change are the same vectors
+    if (trust > 0 or share is not None) and not takes_whole_turn:
+        makers[records.CHANGE] = lambda out: changes_at(scaled, trust, share, plan.graft, out)
     if plan.stretches:
         makers[records.STRETCH] = lambda out: stretches(scaled, out)
     found = directions.several_laid_out(makers)

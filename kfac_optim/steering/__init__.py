@@ -13,7 +13,7 @@ Where to look::
     trust.py            how far a step turns
     reach.py            how far the step of each layer is stretched along flat directions
     graft.py            how much of the length of the base's update K-FAC's direction has
-    brake.py            how much K-FAC's share of a step is shortened if the base's update is unusually long
+    brake.py            how much a step is shortened if the base's update is unusually long
     lessons.py          what the new gradients say about the last step, compared on the device and read at once
     inner_products.py   inner products of many gradients with as many vectors
     constraints.py      whether the training loop changes weights between steps

@@ -39,7 +39,7 @@ class Plan:
         repeats: Whether the step may be changed as the last one was.
         stretches: Whether the step is also stretched along flat directions (:mod:`~.reach`).
         graft: How far directions are scaled to the length of the base optimizer's update, in [0, 1] (:mod:`~.graft`).
-        brake: How much K-FAC's share of the step is shortened if the base optimizer's update is unusually long.
+        brake: How much the step is shortened if the base optimizer's update is unusually long.
     """
 
     trust: float = 0.0
@@ -73,7 +73,7 @@ class Steering:
         """Learns from what the gradients of a step say about the last step; also moves the reaches of the blocks."""
         self.game.learn()
         if (lessons := readings.lessons) is not None:
-            self.brake.learn(readings.number(lessons.length))
+            self.brake.learn(readings.number(lessons.length), readings.largest, grows=lessons.grows)
             self.trust.learn(readings.number(lessons.turn), grows=lessons.grows)
             undone = self.watch.learn(blocks, readings.numbers(lessons.edits))
             slopes = readings.slopes(lessons)
@@ -110,7 +110,7 @@ class Steering:
             trust=self.trust.value if steers else fixed,
             learns=learns,
             computes=self.trust.computes(step, stretches=changed) if steers else fixed > 0,
-            repeats=steers and self.trust.repeats(step, stretches=changed),
+            repeats=steers and not self.brake.is_outsized and self.trust.repeats(step, stretches=changed),
             stretches=stretches,
             graft=self.graft.value if wanted else 1.0,
             brake=self.brake,

@@ -91,31 +91,30 @@ def turns(stacked: Stacked, out: Matrices | None = None) -> Matrices:
 def changes_at(
     stacked: Stacked,
     trust: float,
-    brake: Tensor | float | None = None,
+    share: Tensor | float | None = None,
     graft: float = 1.0,
     out: Matrices | None = None,
 ) -> Matrices:
     """The step minus u; the step is u, turned towards k by the share ``trust``.
 
     A mixture of two directions is shorter than either, so the step is brought back to the length of u, as far as
-    ``graft`` says. At a trust of 1, unbraked, the result is that of :func:`turns`.
+    ``graft`` says. At a trust of 1 and its whole length, the result is that of :func:`turns`.
 
     Args:
         stacked: The directions.
         trust: In [0, 1].
-        brake: The result of :meth:`.Brake.of`.
+        share: The share of the length of u that a braked step has, the result of :meth:`.Brake.share`; None: all of it.
         graft: The graft that k was shortened with, in [0, 1]; 1: k is as long as u (:mod:`~.graft`).
         out: See :class:`~kfac_optim.stacks.matrices.Matrices`.
     """
-    if not stacked or (trust == 1 and brake is None):
+    if not stacked or (trust == 1 and share is None):
         return turns(stacked, out)
     updates = stacked.updates
     steps = updates.lerp(stacked.directions, trust, out)
     if trust < 1 and graft > 0:
         lengths = ratio(stacked.update_norms, steps.norms())
         steps = steps.times(lengths if graft == 1 else lengths**graft, out=steps)
-    if brake is not None:
-        brake = brake.to(steps.tensors[0].dtype) if isinstance(brake, Tensor) else brake
-        # The share of the length of u: see the equation of the brake.
-        steps = steps.times(trust * brake + (1 - trust), out=steps)
+    if share is not None:
+        share = share.to(steps.tensors[0].dtype) if isinstance(share, Tensor) else share
+        steps = steps.times(share, out=steps)
     return steps.minus(updates, out=steps)

@@ -81,12 +81,12 @@ def test_the_norm_of_an_update_is_taken_once(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("trust", [0.3, 1.0])
-@pytest.mark.parametrize("factor", [0.25, torch.tensor(0.25)], ids=["cpu", "device"])
+@pytest.mark.parametrize("factor", [0.25, torch.tensor(0.25, dtype=torch.float64)], ids=["cpu", "device"])
 def test_a_brake_shortens_what_trust_gives_to_the_direction(trust: float, factor: float | torch.Tensor) -> None:
     d = direction([2, 4])
     longer = as_long_as_update(d)
     (free,) = changes_at(longer, trust).tensors
-    (braked,) = changes_at(longer, trust, factor).tensors
+    (braked,) = changes_at(longer, trust, Brake().share(trust, factor)).tensors
     step = (1 - trust + 0.25 * trust) * (d.update + free)
     torch.testing.assert_close(d.update + braked, step, rtol=1e-12, atol=1e-12)
 
@@ -99,6 +99,21 @@ def test_a_brake_acts_where_an_update_is_longer_than_usual() -> None:
     brake.usual = 1.0
     assert brake.of(length) == pytest.approx(0.25)
     assert brake.of(torch.tensor(0.0)) is None
+
+
+@pytest.mark.parametrize("is_tensor", [False, True], ids=["cpu", "device"])
+@pytest.mark.parametrize("excess", [2.0, 5.0, 50.0])
+@pytest.mark.parametrize("trust", [0.0, 0.3, 0.6])
+def test_an_outsized_step_has_five_times_the_usual_length_of_the_bases_update(
+    trust: float, excess: float, is_tensor: bool
+) -> None:
+    brake, given = Brake(), (1.3 / excess) ** 2
+    given = torch.tensor(given) if is_tensor else given
+    assert (brake.share(trust, given) is None) == (trust == 0), "not outsized: the base copes with its own steps"
+    brake.is_outsized = True
+    expected = trust * (1.3 / excess) ** 2 + (1 - trust) * min(1.0, 5 / excess)
+    assert float(brake.share(trust, given)) == pytest.approx(expected, rel=1e-6)
+    assert brake.share(trust, None) is None
 
 
 @pytest.mark.parametrize("graft", [0.0, 0.3, 1.0])

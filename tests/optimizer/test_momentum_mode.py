@@ -137,6 +137,14 @@ def usual(lengths: list[float]) -> float:
     return mean
 
 
+def usual_since_first(values: list[float]) -> float:
+    """An average that begins with the first value, and in which each new one counts a tenth."""
+    mean = values[0]
+    for value in values[1:]:
+        mean = 0.9 * mean + 0.1 * value
+    return mean
+
+
 class Textbook:
     """The mode written out for one model: the base rule, the dense solve of its moment, scaling, and decay apart."""
 
@@ -147,7 +155,10 @@ class Textbook:
         self.turns: Named = {}
         self.changes: Named = {}
         self.length: float | None = None  # of the base's update in the last step, where that was turned
-        self.lengths: list[float] = []  # the same of those before it
+        self.lengths: list[float] = []  # the same of those before it, none more than five times as long as usual
+        self.entries: list[float] = []  # the largest entries of all gradients so far, likewise
+        self.learns_size = True  # of gradients and updates
+        self.capped = False  # whether the base's part of a step has ever been shortened
         self.factor = 1.0  # by which K-FAC's direction was shortened in the last turned step
         self.averages_gradients = False  # where the rule has no momentum
         self.averages: Named = {}
@@ -183,9 +194,19 @@ class Textbook:
                 product = sum(float((step.gradients[name] * turn).sum()) for name, turn in self.turns.items())
                 self.trust = min(6, self.trust + 1) if product > 0 else max(0, self.trust - 1)
             step_number = self.steps - 1
-            self.lengths += [] if self.length is None else [self.length]
+            if self.length is not None:
+                self.lengths.append(min(self.length, 5 * usual(self.lengths)) if self.lengths else self.length)
             self.length = None
-            if self.trust > 0 and step_number % min(4 if self.trust == 10 else 3, 1 + step_number) and self.changes:
+            largest = max(float(g.abs().max()) for g in step.gradients.values())
+            usually = usual_since_first(self.entries) if self.entries else largest
+            outsized = self.learns_size and (largest > 5 * usually or self.factor < (1.3 / 5) ** 2)
+            self.entries.append(min(largest, 5 * usually))
+            if (
+                not outsized
+                and self.trust > 0
+                and step_number % min(4 if self.trust == 10 else 3, 1 + step_number)
+                and self.changes
+            ):
                 directions = {name: updates[name] + change for name, change in self.changes.items()}
             else:
                 measured = self.trust > 0 or step_number % 4 == 0
@@ -196,7 +217,9 @@ class Textbook:
                     weight = next(float(getattr(rule, "weight", 1.0)) for rule in self.rules.values())
                     self.length = math.sqrt(sum(float(u.square().sum()) for u in whole.values())) / weight
                     self.factor = min(1.0, 1.3 * usual(self.lengths) / self.length) ** 2 if self.lengths else 1.0
-                    share = 1 - self.trust / 10 * (1 - self.factor)
+                    own = min(1.0, 5 * usual(self.lengths) / self.length) if outsized and self.lengths else 1.0
+                    self.capped |= own < 1
+                    share = (1 - self.trust / 10) * own + self.trust / 10 * self.factor
                     steps = {name: share * step for name, step in steps.items()}
                 directions = named(self.model, steps, self.oracle)
                 repeatable = self.trust > 0 and not self.averages_gradients
@@ -571,6 +594,35 @@ def test_trust_is_learned_from_the_next_gradient(rate: float, momentum: float) -
 
 
 @pytest.mark.usefixtures("soon_grown")
+@pytest.mark.parametrize("jump", [10.0, 200.0])
+@pytest.mark.parametrize(("momentum", "rate"), [(0.0, 0.01), (0.0, 2.0), (0.9, 0.01), (0.9, 0.5)])
+def test_a_step_whose_gradient_is_many_times_as_large_as_usual_is_shortened(
+    momentum: float, rate: float, jump: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It computes directions, and so do those after it, as long as the momentum is long; the textbook does the same."""
+    model, given = Net(), loss
+    textbook = Textbook(model, lambda: Sgd(momentum=momentum), FULL)
+    textbook.trust, textbook.averages_gradients = 0, not momentum
+    optimizer = KFACSGD(model, **(MODE | {"momentum": momentum, "scaling": "graft", "lr": rate}))
+    batch, brake = data(), optimizer.curvature.stages.steering.brake
+    outsized = []
+    for number in range(20):
+        by = jump if number == 8 else 1.0
+        monkeypatch.setitem(globals(), "loss", lambda output, target, by=by: by * given(output, target))
+        textbook.step(batch, rate)
+        backward(model, batch, loss)
+        optimizer.step()
+        assert_same_weights(model, textbook.model, 1e-8)
+        outsized.append(brake.is_outsized)
+        assert brake.entry == pytest.approx(usual_since_first(textbook.entries), rel=1e-6)
+    assert outsized.index(True) == 8 and not all(outsized[8:])
+    assert textbook.capped == (jump > 100 or not momentum)
+    resumed = KFACSGD(model, **(MODE | {"momentum": momentum, "scaling": "graft", "lr": rate}))
+    resumed.load_state_dict(optimizer.state_dict())
+    assert resumed.curvature.stages.steering.brake.entry == brake.entry
+
+
+@pytest.mark.usefixtures("soon_grown")
 @pytest.mark.parametrize("known", [[], [0.1]], ids=["free", "braked"])
 def test_at_trust_1_three_steps_repeat_the_one_before_them(known: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Trust is held at 1, at which on this net it would not stay for so long, and so is the usual length."""
@@ -580,6 +632,7 @@ def test_at_trust_1_three_steps_repeat_the_one_before_them(known: list[float], m
     textbook = Textbook(model, lambda: Sgd(momentum=0.9), FULL)
     optimizer = KFACSGD(model, **(MODE | {"momentum": 0.9, "scaling": "graft", "lr": 0.5}))
     textbook.trust = optimizer.curvature.stages.steering.trust.notches = 10
+    textbook.learns_size = False
     optimizer.curvature.stages.steering.brake.usual = sum(known)
     for _ in range(10):
         textbook.turns, textbook.lengths, textbook.length = {}, known, None  # from which it would learn
@@ -729,7 +782,7 @@ def test_while_steps_do_not_turn_directions_are_computed_ever_more_rarely() -> N
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("before", [4, 5, 6, 7])
 def test_a_resumed_run_repeats_what_the_other_would_have(before: int, momentum: float) -> None:
-    options = MODE | {"momentum": momentum, "scaling": "graft", "lr": 3.0 if momentum else 2.0}
+    options = MODE | {"momentum": momentum, "scaling": "graft", "lr": 2.5 if momentum else 2.0}
     model, batch, trusts = Net(), data(), []
     optimizer = KFACSGD(model, **options)
 

@@ -136,6 +136,7 @@ def hold_what_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
 def never_turned(monkeypatch: pytest.MonkeyPatch) -> None:
     hold_what_is_learned(monkeypatch)
     monkeypatch.setattr(brake, "_SLACK", math.inf)
+    monkeypatch.setattr(brake, "_OUTSIZED", math.inf)
 
 
 @pytest.mark.usefixtures("never_turned", "soon_grown")
@@ -514,6 +515,23 @@ def test_adams_step_is_braked_after_a_gradient_that_is_unusually_large() -> None
     assert told[-1] < 0.5 and min(told[:-1]) == 1
 
 
+@pytest.mark.parametrize(("seed", "rate", "momentum"), [(3, 0.1, 0.0), (4, 0.1, 0.0), (2, 0.05, 0.9), (4, 0.05, 0.9)])
+def test_full_batches_do_not_run_away(seed: int, rate: float, momentum: float) -> None:
+    """Near the edge of stability: reaches rise on a plateau, and where it ends gradients are at once a hundredfold."""
+    torch.manual_seed(seed)
+    layers = [nn.Linear(n, m, dtype=torch.float32) for n, m in ((1, 64), (64, 64), (64, 1))]
+    model = nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
+    x = torch.linspace(-3, 3, 200, dtype=torch.float32)[:, None]
+    y = torch.sin(3 * x) + 0.3 * torch.cos(7 * x)
+    optimizer = KFACSGD(model, lr=rate, momentum=momentum)
+    for _ in range(150):
+        optimizer.zero_grad()
+        error = nn.functional.mse_loss(model(x), y)
+        error.backward()
+        optimizer.step()
+    assert float(error.detach()) < 0.6  # as it was at first; without the last part of the brake it is 1e8 or more
+
+
 def test_the_stretch_is_braked_with_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the base's update is much longer than usual."""
     hold_what_is_learned(monkeypatch)
@@ -527,7 +545,7 @@ def test_the_stretch_is_braked_with_the_step(monkeypatch: pytest.MonkeyPatch) ->
     plain.step()
     monkeypatch.setattr(brake.Brake, "of", lambda *_: 0.25)
     optimizer.curvature.stages.steering.brake.last = 0.25
-    monkeypatch.setattr(brake.Brake, "learn", lambda *_: None)  # that it is another one
+    monkeypatch.setattr(brake.Brake, "learn", lambda *_, **__: None)  # that it is another one
     backward(model, batch, loss)
     backward(other, batch, loss)
     optimizer.step()
