@@ -73,8 +73,9 @@ class WeightUses:
             warn_user(
                 f"{', '.join(repr(layer.name) for layer in new)}: the model uses the weight beside the calls of the "
                 "module, too, as in h @ embedding.weight.T, and what that adds to its gradient is not in the layer's "
-                "factors. Tie a module instead (head.weight = embedding.weight), call the module for each use, or name "
-                "the layer in skip_layers, so that the base rule trains it"
+                "factors. That is right for a penalty on the weight. For any other use, tie a module instead "
+                "(head.weight = embedding.weight), call the module for each use, or name the layer in skip_layers, so "
+                "that the base rule trains it"
             )
 
 

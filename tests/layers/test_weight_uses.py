@@ -59,6 +59,7 @@ def named(net: Net, engine: CurvatureEngine, *, steps: int = 3, autocast: bool =
             engine.precondition_(lr=0.1)
     texts = [str(w.message) for w in caught if "uses the weight beside" in str(w.message)]
     assert len(texts) <= 1
+    assert all("right for a penalty on the weight" in text for text in texts)
     return texts[0].partition(":")[0] if texts else ""
 
 
