@@ -296,7 +296,7 @@ class Capture:
         """Takes the moment of a layer's input now, and that of its output's gradient when this arrives."""
         call, result = self._calls.current, own_result(output)
         if call is not None and not in_backward():
-            self._uses.note_call(index, result)
+            self._uses.note_call(index, call.module, result)
         dense = dense_input(self.layers[index], a)
         if dense is None or output.numel() == 0:  # an expert to which no token was routed has seen nothing
             return

@@ -2,7 +2,8 @@
 
 An example is ``h @ embedding.weight.T`` in a model's ``forward``. What such a use adds to the gradient of the weight is
 missing from the layer's factors. Autograd's graph shows it as an edge to the weight that comes from none of the layer's
-own operations. Each layer is examined once, in the first call of the model that it takes part in.
+own operations. Each layer is examined once, in the first call of the model that it takes part in, and once for each
+part of the model that a loop calls by itself, because such a call does not show what the rest does with the weight.
 """
 
 from __future__ import annotations
@@ -29,26 +30,26 @@ class WeightUses:
 
     def __init__(self, layers: Sequence[KroneckerLayer]) -> None:
         self._layers = layers
-        self._looked_at: set[int] = set()
-        self._results: dict[int, list[Any]] = {}
+        self._looked_at: set[tuple[int, int]] = set()  # the number of a layer, and the id of the module that was called
+        self._results: dict[tuple[int, int], list[Any]] = {}
 
     def forget_calls(self) -> None:
         """Releases the graph of the last call of the model, as the next one begins or it was interrupted."""
         self._results = {}
 
-    def note_call(self, index: int, result: Tensor) -> None:
-        """Notes that a layer was called and returned ``result``."""
-        layer = self._layers[index]
+    def note_call(self, index: int, called: nn.Module | None, result: Tensor) -> None:
+        """Notes that a layer was called in a call of the module ``called``, and returned ``result``."""
+        layer, key = self._layers[index], (index, id(called))
         # Weight norm may have v in the graph twice (dim=None), and both are the layer's own use.
-        if index not in self._looked_at and not layer.reparametrized and is_used_itself(layer):
+        if key not in self._looked_at and not layer.reparametrized and is_used_itself(layer):
             node = torch.autograd.graph.get_gradient_edge(result).node
-            node.register_prehook(functools.partial(self._on_derivative, index))
-            self._results.setdefault(index, []).append(node)
+            node.register_prehook(functools.partial(self._on_derivative, key))
+            self._results.setdefault(key, []).append(node)
 
-    def _on_derivative(self, index: int, gradients: Any) -> None:
+    def _on_derivative(self, key: tuple[int, int], gradients: Any) -> None:
         """Skips the layer after a backward pass inside the model (from an energy to forces), which uses the weight."""
-        self._looked_at.add(index)
-        self._results.pop(index, None)
+        self._looked_at.add(key)
+        self._results.pop(key, None)
 
     def look(self, output: Any) -> None:
         """Warns, once the model has returned, of all layers whose weights it has used beside their calls."""
@@ -57,7 +58,7 @@ class WeightUses:
         results, self._results = self._results, {}
         self._looked_at |= set(results)
         known: dict[Edge, int] = {}
-        for index, nodes in results.items():
+        for (index, _), nodes in results.items():
             edges = [_edge_to(self._layers[index].weight, node) for node in nodes]
             if None not in edges:  # else the graph hides the layer's own use (a checkpoint, FSDP2)
                 known.update((edge, index) for edge in edges if edge is not None)

@@ -93,6 +93,17 @@ def test_calls_alone_are_no_other_use(reentrant: bool | None, autocast: bool) ->
     assert not named(net, CurvatureEngine(net, factor_update_steps=1), autocast=autocast, penalty=0.1)
 
 
+@pytest.mark.parametrize("part", ["tokens", "conv"])
+def test_a_part_that_was_called_by_itself_before_the_model_is_examined_in_the_model_too(part: str) -> None:
+    """As where an encoder is trained by itself first."""
+    net = Net(lambda net, h: h @ net.tokens.weight.T + h @ net.conv.weight.sum(2).T @ net.plain.weight[:, :1])
+    net.alone = nn.Sequential(net.tokens, net.plain, net.biased)
+    engine = CurvatureEngine(net, factor_update_steps=1)
+    (net.alone(TOKENS) if part == "tokens" else net.conv(torch.randn(2, 4, 3))).square().mean().backward()
+    engine.precondition_(lr=0.1)
+    assert named(net, engine) == "'tokens', 'plain', 'conv'"
+
+
 def test_a_use_within_a_checkpoint_is_seen_where_the_graph_shows_it() -> None:
     for reentrant, names in ((False, "'plain'"), (True, "")):
         net = Net(reentrant=reentrant)
