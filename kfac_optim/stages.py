@@ -254,7 +254,7 @@ class Stages:
         self.sightings.note_lost()
         if any(block.state for block in blocks):  # a state with the factors of some layers is not whole
             self.allocate(blocks)
-        if alone and not self.closed:
+        if alone:
             self.averaging.clear()
             for block in blocks:
                 block.drop()

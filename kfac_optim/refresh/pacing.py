@@ -61,7 +61,7 @@ class Pace(Counted):
                 closed_form = spec.diagonal or spec.size <= 2
                 of_rows = 0.0 if closed_form else spec.matrices * spec.size * per_row
                 decompositions += (per_product * spec.cost + of_rows) / world_size
-        self.work = max(1, round(decompositions / max(passes, launches))) if passes else 0
+        self.work = max(1, round(decompositions / max(passes, launches)))
 
     def forget(self) -> None:
         """Forgets the work of a refresh, because other layers train from now on."""

@@ -186,11 +186,11 @@ def _largest_of(gradients: Sequence[Tensor], copies: Copies) -> Tensor | None:
     return largest_entry([*vectors, *(g for g in gradients if id(g) not in copied)])
 
 
-def _together(numbers: Sequence[Tensor]) -> Tensor:
+def _together(numbers: list[Tensor]) -> Tensor:
     """Joins 0-dim tensors into one, on an accelerator as a view while they share one storage."""
     first = numbers[0]
     if not any(is_asynchronous(number.device) for number in numbers):
-        return torch.stack(list(numbers))
+        return torch.stack(numbers)
     if are_adjacent(numbers):
         return first.as_strided((len(numbers),), (1,), first.storage_offset())
     return torch.stack([number.to(first) for number in numbers])

@@ -186,7 +186,7 @@ class Game(Counted, captured_lost=Counter(False, 1), added_lost=Counter(False, 1
     @property
     def is_opponent(self) -> bool:
         """Whether the network is known to train against another one."""
-        return bool(self.opposes) or self.throws.bit_count() > 1
+        return self.opposes or self.throws.bit_count() > 1
 
     @property
     def is_on(self) -> bool | None:

@@ -85,15 +85,15 @@ def learn_reaches(
     too_long: set[nn.Parameter] = set()
     fast_up_to = 0.0 if warms_up else _FAST_UP_TO if grows else math.inf
     for block in blocks if slopes else ():
-        after = before = 0.0
-        for p in block.layer.parameters:
+        after, before, parameters = 0.0, 0.0, block.layer.parameters
+        for p in parameters:
             of_p = slopes.get(p, (0.0, 0.0))
             after, before = after + of_p[0], before + of_p[1]
-        if before > 0 and (not undone or block.is_constrained or undone.isdisjoint(block.layer.parameters)):
+        if before > 0 and (undone.isdisjoint(parameters) or block.is_constrained):
             slope, fell = after / before, block.learned("fell")
             reach = _moved(block.reach, slope, fell=fell, fast_up_to=fast_up_to)
             block.set_learned(reach=min(reach, block.layer.most_reach), fell=fell or not slope > _LEAST_SLOPE)
-            too_long.update(() if after > 0 else block.layer.parameters)  # also if ``after`` is NaN
+            too_long.update(() if after > 0 else parameters)  # also if ``after`` is NaN
     return too_long
 
 
