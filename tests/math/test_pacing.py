@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kfac_optim import KFACSGD, FactorWise, LayerWise, growing
 from kfac_optim.refresh import pacing
@@ -160,6 +160,30 @@ def test_the_work_is_measured_again_when_layers_are_unfrozen(
     train(model, optimizer, 2, examples=6)  # the first of them notices
     assert interval_of(optimizer, 0) == together
     assert optimizer.curvature.stages.progress.last_statistics == step + 1
+
+
+class Spare(nn.Sequential):
+    """A net with a layer that is not always used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.spare, self.uses_spare = net(), nn.Linear(2, 2), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.net(x)
+        return self.spare(y) if self.uses_spare else y  # type: ignore[no-any-return]
+
+
+def test_a_layer_that_was_frozen_before_it_was_used_is_new_when_it_is_unfrozen() -> None:
+    model = Spare()
+    optimizer = KFACSGD(model, lr=0.01, inv_update_steps=4, factor_update_steps=4, spread=0)
+    assert train(model, optimizer, 4) == [0]
+    model.spare.requires_grad_(False)
+    assert train(model, optimizer, 1) == [4]
+    model.requires_grad_(True)
+    model.uses_spare = True
+    assert train(model, optimizer, 7) == [6, 10]  # the first of these steps notices
+    assert all(block.has_direction for block in optimizer.curvature.stages.blocks)
 
 
 def wait_together(rank: int, world_size: int) -> tuple[int, list[int]]:

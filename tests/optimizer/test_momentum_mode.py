@@ -741,6 +741,18 @@ def test_a_schedule_that_brings_momentum_takes_over_from_the_average() -> None:
         assert kept == (set() if momentum else covered)
 
 
+def test_an_average_is_not_kept_where_no_step_turns() -> None:
+    """Beside a momentum that has weight decay in it."""
+    model = Net()
+    optimizer = KFACSGD(model, **(MODE | {"momentum": 0.9, "weight_decay": 0.1, "scaling": "graft"}))
+    for trust in (None, None, 0.0, 0.0):
+        optimizer.curvature.scaling = Graft(trust=trust)
+        backward(model, data(), loss)
+        optimizer.step()
+        kept = sum("kfac_moment" in state for state in optimizer.state.values())
+        assert (kept > 0) == (trust is None)
+
+
 @pytest.mark.usefixtures("soon_grown")
 def test_what_a_momentum_has_changed_is_not_repeated_once_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was up to ten times as long as a gradient."""

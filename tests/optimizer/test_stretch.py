@@ -217,6 +217,24 @@ def test_the_graft_follows_the_sign_along_the_stretches(kfac: Any, momentum: flo
     assert optimizer.curvature.report()["graft"] == 1
 
 
+@pytest.mark.parametrize("edits", [False, True])
+def test_the_graft_does_not_follow_a_stretch_that_may_be_undone(edits: bool) -> None:
+    """The loss seems to rise along that of the first layer, and falls along that of the other one."""
+    model, batch = net(), data()
+    optimizer = KFACSGD(model, **options(0.1, momentum=0.9))
+    for _ in range(4):
+        backward(model, batch, loss)
+        optimizer.step()
+    optimizer.curvature.stages.steering.graft.hundredths = 50
+    with torch.no_grad():
+        model[0].weight.mul_(1.5 if edits else 1.0)  # type: ignore[operator]
+    backward(model, batch, loss)
+    for name, p in model.named_parameters():
+        optimizer.state[p]["kfac_stretch"].copy_(p.grad).mul_(-1e3 if name.startswith("0") else 1.0)  # type: ignore[arg-type]
+    optimizer.step()
+    assert optimizer.curvature.stages.steering.graft.hundredths == (53 if edits else 47)
+
+
 @pytest.mark.usefixtures("soon_grown")
 @pytest.mark.parametrize("launches_count", [False, True])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -311,7 +329,15 @@ def learned(slope: float, descent: float, times: int = 1) -> tuple[float, bool]:
 
 def test_reach_falls_by_as_much_as_the_gradient_has_turned_round() -> None:
     rises = [(0.5, 1.1), (0.051, 1.1)]
-    falls = [(0.049, 1 / 1.1), (1e-9, 1 / 1.1), (-0.1, 1 / 1.1), (-1.0, 1 / 1.1), (-2.0, 1 / 4.4), (-9.0, 1 / 30)]
+    falls = [
+        (0.049, 1 / 1.1),
+        (1e-9, 1 / 1.1),
+        (-0.1, 1 / 1.1),
+        (-1.0, 1 / 1.1),
+        (-2.0, 1 / 4.4),
+        (-9.0, 1 / 30),
+        (-1e200, 1 / 30),
+    ]
     for slope, expected in rises + falls:
         assert learned(2 * slope, 2.0) == (pytest.approx(0.01 * expected), slope <= 0)
     assert learned(1.0, 1.0, 200) == (3.0, False)
@@ -460,8 +486,9 @@ def test_alignments_are_those_of_each_parameter(monkeypatch: pytest.MonkeyPatch,
 def test_who_is_not_stretched(how: dict[str, Any]) -> None:
     model = net()
     optimizer = KFACSGD(model, **options(0.1, momentum=0.9, **how))
-    backward(model, data(), loss)
-    optimizer.step()
+    for _ in range(3):  # nobody is stretched before the second step
+        backward(model, data(), loss)
+        optimizer.step()
     assert optimizer.curvature.report()["reach"] == 0
     assert "reach" not in repr(optimizer.curvature)
     assert not any("kfac_stretch" in state for state in optimizer.state.values())
@@ -942,6 +969,19 @@ def test_a_rate_that_rises_again_or_jumps_leaves_the_stretch_as_long_as_it_was(
         assert rise == 1 or bool((expected > reach.LEAST_REACH).any())
 
 
+def test_a_rate_that_jumps_leaves_layers_alone_that_were_never_trained() -> None:
+    model, batch = net(), data()
+    model[0].requires_grad_(False)
+    optimizer = KFACSGD(model, **options(0.01, momentum=0.9))
+    for rate in (0.01, 0.01, 0.02, 0.1):
+        before = [block.reach for block in optimizer.curvature.stages.blocks]
+        optimizer.param_groups[0]["lr"] = rate
+        backward(model, batch, loss)
+        optimizer.step()
+    frozen, trained = (block.reach for block in optimizer.curvature.stages.blocks)
+    assert frozen == 0.01 and trained < before[1] / 4
+
+
 def saved(model: nn.Sequential, optimizer: Any, used: bool = False) -> tuple[nn.Sequential, Any]:
     """Both from their states; ``used``: the optimizer has taken other steps before, and thrown gradients away."""
     other = copy.deepcopy(model)
@@ -999,6 +1039,26 @@ def test_who_throws_gradients_away_alone_has_no_opponent(rival: Any, go_on: Any)
         seen.append(optimizer.curvature.stages.steering.game.is_opponent)
     assert all(seen[2:15]) and seen[-1] == bool(players)
     assert (optimizer.curvature.reach > 0) == (not players)
+
+
+@pytest.mark.parametrize("has_rival", [False, True])
+def test_who_throws_gradients_away_now_and_then_has_no_opponent_after_16_steps_alone(has_rival: bool) -> None:
+    """Those that were added to the gradients of its last step, in every fourth step."""
+    model, other = net(), nn.Linear(3, 1)
+    optimizer = KFACSGD(model, **options(0.01, momentum=0.9) | {"factor_update_steps": 50})
+    rival = torch.optim.SGD(other.parameters(), lr=0.01)
+    seen = []
+    for step in range(30):
+        if step % 4 == 1:
+            for inputs, target in data():
+                loss(model(*inputs), target).backward()
+        if has_rival and step % 3 == 0:
+            rival.step()
+        optimizer.zero_grad()
+        backward(model, data(), loss)
+        optimizer.step()
+        seen.append(optimizer.curvature.stages.steering.game.is_opponent)
+    assert all(seen[5:17]) and seen[-1] == has_rival
 
 
 class Wrapping(torch.optim.Optimizer):
