@@ -217,14 +217,14 @@ class FactorSpec:
             if value.dtype is torch.float16 and getattr(parts.get("scale"), "shape", None) != (self.matrices, 1):
                 return "is in float16, but has no scale"
         for name, number in (("weight", weight), ("trace", trace)):
-            if number.dim() != 0 or not float(number) >= 0:
+            if number.dim() != 0 or not number >= 0:
                 return f"has a {name} of {number}"
         if not all(isinstance(t, Tensor) and bool(t.isfinite().all()) for t in parts.values()):
             return "is not finite"
         if value is not None and kept and not bool(value.any()):
             # Torch's full_state_dict=True fills in what is not on this rank with the zeros of a fresh optimizer.
             least = torch.finfo(value.dtype).tiny * self.packed_numel  # less may round to 0
-            return ELSEWHERE if float(trace) > least else ""
+            return ELSEWHERE if trace > least else ""
         return ""
 
 

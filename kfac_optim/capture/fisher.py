@@ -252,6 +252,6 @@ def _share_of_sums(gradient: Tensor, dim: int) -> Tensor:
 
 def _like_softmax(gradient: Tensor) -> str:
     """Why a gradient looks like a softmax's: every row sums to zero, though its entries should be independent."""
-    if gradient.shape[-1] > 1 and float(_share_of_sums(gradient, -1)) < 1e-4:
+    if gradient.shape[-1] > 1 and _share_of_sums(gradient, -1) < 1e-4:
         return "sums to zero over the last dimension, as that of a cross-entropy after a softmax does"
     return ""
