@@ -241,8 +241,9 @@ def test_eigenvectors_that_are_not_orthonormal_are_noticed(kept: int) -> None:
     values, vectors = EigenSolver().decompose(rows @ rows.mT, torch.zeros(()))
     values, vectors = values[:, -kept:], vectors[..., -kept:].clone()
     assert EigenSolver().is_valid((values, vectors))
-    vectors[1, :, 0] = vectors[1, :, 1]
-    assert not EigenSolver().is_valid((values, vectors))
+    for wrong in (vectors[1, :, 1].clone(), torch.zeros(5)):
+        vectors[1, :, 0] = wrong
+        assert not EigenSolver().is_valid((values, vectors))
 
 
 def test_a_decomposition_of_other_shapes_than_said_is_refused_by_name() -> None:

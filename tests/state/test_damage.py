@@ -315,7 +315,7 @@ PARTS = [
     lost(0, "exp_avg"), put(torch.zeros(2, 2), 0, "exp_avg"), put(None, 0, "exp_avg"), filled(NAN, 0, "exp_avg"),
     filled(NAN, 1, "exp_avg_sq"), filled(-5.0, 0, "step"), filled(NAN, 0, "step"), put(None, 1),
     lost(0, "kfac"), put(None, 0, "kfac"), put(None, 0, "kfac", "in_use"),
-    put("perhaps", 0, "kfac", "current", "trains"),
+    put("perhaps", 0, "kfac", "current", "trains"), put(math.inf, 0, "kfac", "current", "reach"),
     lost(0, "kfac", "current", "A"), lost(0, "kfac", "in_use", "G"), lost(0, "kfac", "pending", "A"),
     lost(0, "kfac", "current", "A", "weight"), put(torch.ones(3), 0, "kfac", "current", "A", "weight"),
     filled(-1.0, 0, "kfac", "current", "A", "weight"),
