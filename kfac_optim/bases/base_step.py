@@ -52,7 +52,7 @@ def refuse_order(cls: type, mixin: type) -> None:
     before = cls.__mro__[: cls.__mro__.index(mixin)]
     for base in before:
         is_known = base.__module__.startswith(("torch.", "torch_optimizer."))
-        if is_known and issubclass(base, torch.optim.Optimizer) and not issubclass(base, mixin):
+        if is_known and issubclass(base, torch.optim.Optimizer):
             raise TypeError(
                 f"{cls.__name__}: {base.__name__} comes before {mixin.__name__} among its bases, so that it would train"
                 f" as {base.__name__} alone: write class {cls.__name__}({mixin.__name__}, {base.__name__})"
