@@ -166,3 +166,20 @@ def test_a_resumed_run_refreshes_before_it_has_seen_anything() -> None:
             optimizer.step()
     assert second.curvature.stages.counters()["last_refresh"] == 3
     assert all(map(torch.equal, resumed.parameters(), model.parameters()))
+
+
+def test_steps_at_a_rate_of_0_are_no_training_that_is_not_seen() -> None:
+    model = nn.Sequential(nn.Linear(4, 3))
+    optimizer = KFACSGD(model, lr=0.0, **OFTEN)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.linear(torch.randn(5, 4), model[0].weight).square().mean().backward()  # type: ignore[arg-type]
+        optimizer.step()
+
+    for _ in range(8):
+        step()
+    optimizer.param_groups[0]["lr"] = 0.1
+    with pytest.raises(RuntimeError, match="none of its layers was seen"):
+        for _ in range(8):
+            step()

@@ -88,6 +88,7 @@ def test_gradients_of_no_likelihood_are_told_apart(kind: str) -> None:
     assert not fisher.target_problem(z, gradient)
     assert fisher.target_problem(z, 5 * gradient)
     assert fisher.target_problem(z, gradient + 0.1)
+    assert fisher.target_problem(z, gradient - 1)  # targets of more than 1, though none is negative
 
 
 def test_a_distribution_without_products_says_so() -> None:

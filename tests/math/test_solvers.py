@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from kfac_optim import KFACSGD, EigenSolver, InverseSolver, KLClip, OfLargest, OfMean
 from kfac_optim.common import machines
 from kfac_optim.solvers import Decomposition
+from kfac_optim.solvers.decompose import _jittered
 from tests.helpers.compare import assert_applied, assert_near
 from tests.helpers.reference import (
     SOLVES,
@@ -244,6 +245,13 @@ def test_eigenvectors_that_are_not_orthonormal_are_noticed(kept: int) -> None:
     for wrong in (vectors[1, :, 1].clone(), torch.zeros(5)):
         vectors[1, :, 0] = wrong
         assert not EigenSolver().is_valid((values, vectors))
+
+
+def test_jitter_is_relative_to_the_largest_diagonal_entry_of_each_matrix() -> None:
+    factor = torch.randn(2, 3, 3)
+    jitter = 1e-6 * factor.diagonal(dim1=1, dim2=2).abs().amax(1)
+    expected = (factor + factor.mT) / 2 + jitter.view(2, 1, 1) * torch.eye(3)
+    torch.testing.assert_close(_jittered(factor), expected, rtol=0, atol=1e-9)
 
 
 def test_a_decomposition_of_other_shapes_than_said_is_refused_by_name() -> None:

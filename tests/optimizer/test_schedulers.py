@@ -326,7 +326,7 @@ def test_resumed_in_the_midst_of_a_schedule(kfac: Any, name: str) -> None:
 
 
 def test_schedules_of_the_package_can_be_pickled() -> None:
-    for schedule in (constant_then_scaled(0.03, (2, 4), 0.5), exponential_decay(0.1, 0.5, 10), growing(0.2, 3)):
+    for schedule in (constant_then_scaled(0.03, (2, 4), 0.5), exponential_decay(0.1, 0.5, 10), growing(0.2, 1)):
         copied = pickle.loads(pickle.dumps(schedule))
         assert [copied(step) for step in range(60)] == [schedule(step) for step in range(60)]
 

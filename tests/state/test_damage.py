@@ -409,6 +409,17 @@ def test_weight_decay_does_not_change_its_meaning(kfac: Any, other: Any) -> None
         assert_go_on_alike(range(3), (model, optimizer), (twin, theirs))
 
 
+@needs_decay_in_states
+def test_weight_decay_of_a_state_that_does_not_say_how_it_is_meant_is_adams() -> None:
+    """As of torch's versions before the flag."""
+    state = trained(KFACAdam, weight_decay=0.1)
+    for group in state["param_groups"]:
+        del group["decoupled_weight_decay"]
+    _, optimizer = build(KFACAdam, weight_decay=0.1)
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["decoupled_weight_decay"] is False
+
+
 def move_state_of(optimizer: torch.optim.Optimizer) -> None:
     """As Lightning moves the state to another device."""
     for p, state in optimizer.state.items():
