@@ -156,7 +156,7 @@ def _can_repeat(engine: CurvatureEngine, plan: Plan, buckets: Sequence[Bucket]) 
     are used in turn. The updates of a base class that steps on single gradients differ too much to be repeated, so only
     the stretch is repeated there, which was made from an average of gradients. What was made from a single gradient, as
     with Adam at a first beta of 0, is never repeated, nor is what was made from a momentum that has been switched off.
-    If nothing is recorded, only a step at trust 0 may repeat: it is then the base class's own.
+    Where no change is recorded, only a step at trust 0 may repeat: it is then the base class's own.
     """
     turned = [some for bucket in buckets if (some := records.having(bucket, records.TURN))]
     others = {m.p for m in set(chain.from_iterable(buckets)).difference(*turned) if moves(m.group)}
