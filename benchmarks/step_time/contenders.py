@@ -47,7 +47,7 @@ def hold_trust(engine: CurvatureEngine, value: float) -> None:
     steering = engine.stages.steering
     steering.trust = Held(value)
     for part in (steering.graft, steering.brake):
-        vars(part)["learn"] = lambda *_: None
+        vars(part)["learn"] = lambda *_, **__: None
     steering.game.load({"opposes": 0})
 
 
