@@ -116,6 +116,18 @@ def test_an_outsized_step_has_five_times_the_usual_length_of_the_bases_update(
     assert brake.share(trust, None) is None
 
 
+def test_no_step_is_outsized_where_updates_do_not_grow_with_the_gradient() -> None:
+    """As under Adam: the base's share is left alone, and the usual length is the plain average, however long one is."""
+    for grows in (False, True):
+        brake = Brake()
+        for length in (1.0, 100.0):
+            brake.learn(length, length, grows=grows)
+        assert brake.last < (1.3 / 5) ** 2
+        assert brake.is_outsized == grows
+        assert brake.usual == pytest.approx((1 + (5 if grows else 100)) / 2)
+        assert brake.entry == pytest.approx(0.9 + 0.1 * (5 if grows else 100))
+
+
 @pytest.mark.parametrize("graft", [0.0, 0.3, 1.0])
 def test_a_shortened_direction_shortens_each_component(graft: float) -> None:
     """Of 1 - graft = 1 nothing is left but the damping's share of each component of the base's step."""
