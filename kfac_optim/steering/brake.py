@@ -15,8 +15,8 @@ It copes where its own steps have led. A stretched step may end where the loss i
 chosen for, as with full batches, whose gradients do not differ, so that reaches rise until something happens. A
 gradient is then suddenly many times as large, and so is an update that grows with it. Such a step is *outsized*: the
 largest entry of the gradient is more than five times the usual one, or the update of the step before was more than five
-times as long as usual, as momentum's updates go on to be. It computes k anew, and the base optimizer's share is
-shortened to five times the usual length.
+times as long as usual, as momentum's updates go on to be. It repeats no other step, and if it computes k, as it does
+while steps are turned or stretched, the base optimizer's share is at most five times as long as usual.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class Brake(Counted):
             self.seen = min(_REMEMBERED, self.seen + 1)
             self.usual = _averaged(self.usual, length, self.seen, most)
         self.is_outsized = grows and (largest > most * self.entry > 0 or self.last < _LEAST)
-        self.entry = _averaged(self.entry, largest, _REMEMBERED, most)
+        if largest:  # pauses without gradients say nothing about them
+            self.entry = _averaged(self.entry, largest, _REMEMBERED, most)
 
     def of(self, length: Tensor | float) -> Tensor | float | None:
         """The brake for a base's update of this length; None: the step is not braked.

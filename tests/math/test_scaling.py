@@ -101,6 +101,15 @@ def test_a_brake_acts_where_an_update_is_longer_than_usual() -> None:
     assert brake.of(torch.tensor(0.0)) is None
 
 
+def test_a_pause_without_gradients_makes_none_outsized() -> None:
+    brake = Brake()
+    for largest in (2.0, *[0.0] * 50, 2.0):
+        brake.learn(1.0 if largest else 0.0, largest, grows=True)
+        assert brake.entry == 2.0 and not brake.is_outsized
+    brake.learn(1.0, 11.0, grows=True)
+    assert brake.is_outsized
+
+
 @pytest.mark.parametrize("is_tensor", [False, True], ids=["cpu", "device"])
 @pytest.mark.parametrize("excess", [2.0, 5.0, 50.0])
 @pytest.mark.parametrize("trust", [0.0, 0.3, 0.6])
