@@ -173,7 +173,7 @@ class KFACMixin(_Optimizer):
                 buckets = buckets_of(self)
                 gradients, lrs = gradients_of(buckets), [rate_of(group) for group in self.param_groups]
                 learns = not (stages.closed or stages.sits_out)
-                lessons = lessons_of(self, buckets, stages.steering.watch) if learns else None
+                lessons = lessons_of(self, buckets, stages.steering.watch, stages.trained.covered()) if learns else None
                 if engine.update(list(gradients.values()), lrs, lessons):
                     self._update_weights(buckets, closure)
                     engine.advance(gradients)

@@ -56,7 +56,7 @@ class Brake(Counted):
 
         Args:
             length: The length of the base's last update; 0: none was recorded, as by a step without directions.
-            largest: The largest absolute entry of the gradients.
+            largest: The largest absolute entry of the gradients of preconditioned layers.
             grows: Whether the base's updates grow with the gradient.
         """
         most = _OUTSIZED if grows else math.inf
@@ -66,7 +66,7 @@ class Brake(Counted):
             self.seen = min(_REMEMBERED, self.seen + 1)
             self.usual = _averaged(self.usual, length, self.seen, most)
         self.is_outsized = grows and (largest > most * self.entry > 0 or self.last < _LEAST)
-        if largest:  # pauses without gradients say nothing about them
+        if largest and self.usual:  # pauses say nothing; before there are directions, nothing is repeated
             self.entry = _averaged(self.entry, largest, _REMEMBERED, most)
 
     def of(self, length: Tensor | float) -> Tensor | float | None:

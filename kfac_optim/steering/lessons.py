@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain, islice
 
@@ -28,6 +28,7 @@ class Lessons:
 
     Attributes:
         largest: The largest absolute entry of the gradients, 0-dim; None: not yet known.
+        entry: The same of the gradients of preconditioned layers, which, unlike others, are the same on all ranks.
         turn: The alignment of the gradients with the last ``k - u`` (:mod:`~.trust`), 0-dim.
         length: The length of the base optimizer's last update, if directions were computed for it, 0-dim.
         grows: Whether updates grow with the gradient (:meth:`.Rule.updates_grow`).
@@ -40,6 +41,7 @@ class Lessons:
     """
 
     largest: Tensor | None
+    entry: Tensor | None
     turn: Tensor | None
     length: Tensor | None
     grows: bool
@@ -80,6 +82,11 @@ class Readings:
         self.rate = max((abs(self.number(r) if isinstance(r, Tensor) else r) for r in rates), default=0.0)
 
     @property
+    def entry(self) -> float:
+        """The largest absolute entry of the gradients of preconditioned layers, or of all if these are sharded."""
+        return self.largest if self.lessons is None or self.lessons.entry is None else self.number(self.lessons.entry)
+
+    @property
     def trains(self) -> bool:
         """Whether the step changes weights because of gradients."""
         return self.largest > 0 and self.rate != 0
@@ -109,7 +116,9 @@ def _numbers_in(tensors: Sequence[Tensor]) -> list[list[float]]:
     return [list(islice(together, tensor.numel())) for tensor in tensors]
 
 
-def lessons_of(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], watch: WeightWatch) -> Lessons:
+def lessons_of(
+    optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], watch: WeightWatch, covered: Set[nn.Parameter]
+) -> Lessons:
     """Compares the new gradients with the directions and stretches that earlier steps recorded.
 
     A collective if gradients are sharded.
@@ -118,16 +127,19 @@ def lessons_of(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], watc
         optimizer: The optimizer, before its step.
         buckets: The parameters that have a gradient.
         watch: Knows whether weights have changed since the last step.
+        covered: The parameters of layers that are preconditioned.
     """
     members, copies = [*chain.from_iterable(buckets)], Copies()
     turn = _turn(buckets, [rate_of(group) for group in optimizer.param_groups], copies)
     stretched, after, before = _stretched(buckets, copies)
+    entry, largest = _largest_of(members, covered, copies)  # after the others, which make the copies
     return Lessons(
         turn=turn,
         stretched=stretched,
         after=after,
         before=before,
-        largest=_largest_of([m.gradient for m in members], copies),  # after the others, which make the copies
+        largest=largest,
+        entry=entry,
         length=records.last_length(optimizer),
         grows=all(m.rule.updates_grow(m.state) for m in members),
         has_moments=not records.having([m for m in members if not m.has_first_moment], MOMENT),
@@ -174,16 +186,21 @@ def _rate_downhill(bucket: Bucket) -> Scalar:
     return -lr if bucket[0].group.get("maximize") else lr
 
 
-def _largest_of(gradients: Sequence[Tensor], copies: Copies) -> Tensor | None:
-    """The largest entry of some gradients, taken from their copies if there are any.
+def _largest_of(
+    members: Bucket, covered: Set[nn.Parameter], copies: Copies
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """The largest entry of the gradients of covered parameters, taken from their copies if there are any, and of all.
 
     None if they are sharded, because it is then a collective, which has to wait until the ranks have been compared.
     """
-    if any_sharded(gradients):
-        return None
+    if any_sharded([m.gradient for m in members]):
+        return None, None
     copied = {*chain.from_iterable(copies)}
     vectors = [vector for batches in copies.values() for _, vector in batches]
-    return largest_entry([*vectors, *(g for g in gradients if id(g) not in copied)])
+    inside = [m.gradient for m in members if m.p in covered and id(m.gradient) not in copied]
+    outside = [m.gradient for m in members if m.p not in covered]
+    largest = largest_entry([*vectors, *inside])
+    return largest, torch.maximum(largest, largest_entry(outside).to(largest.device)) if outside else largest
 
 
 def _together(numbers: list[Tensor]) -> Tensor:

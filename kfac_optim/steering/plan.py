@@ -73,7 +73,7 @@ class Steering:
         """Learns from what the gradients of a step say about the last step; also moves the reaches of the blocks."""
         self.game.learn()
         if (lessons := readings.lessons) is not None:
-            self.brake.learn(readings.number(lessons.length), readings.largest, grows=lessons.grows)
+            self.brake.learn(readings.number(lessons.length), readings.entry, grows=lessons.grows)
             self.trust.learn(readings.number(lessons.turn), grows=lessons.grows)
             undone = self.watch.learn(blocks, readings.numbers(lessons.edits))
             slopes = readings.slopes(lessons)

@@ -197,10 +197,10 @@ class Textbook:
             if self.length is not None:
                 self.lengths.append(min(self.length, 5 * usual(self.lengths)) if self.lengths else self.length)
             self.length = None
-            largest = max(float(g.abs().max()) for g in step.gradients.values())
+            largest = max(float(step.gradients[name].abs().max()) for name in covered)
             usually = usual_since_first(self.entries) if self.entries else largest
             outsized = self.learns_size and (largest > 5 * usually or self.factor < (1.3 / 5) ** 2)
-            self.entries.append(min(largest, 5 * usually))
+            self.entries += [min(largest, 5 * usually)] if self.lengths else []  # not before there are directions
             if (
                 not outsized
                 and self.trust > 0
@@ -614,7 +614,7 @@ def test_a_step_whose_gradient_is_many_times_as_large_as_usual_is_shortened(
         optimizer.step()
         assert_same_weights(model, textbook.model, 1e-8)
         outsized.append(brake.is_outsized)
-        assert brake.entry == pytest.approx(usual_since_first(textbook.entries), rel=1e-6)
+        assert brake.entry == (pytest.approx(usual_since_first(textbook.entries), rel=1e-6) if textbook.entries else 0)
     assert outsized.index(True) == 8 and not all(outsized[8:])
     assert textbook.capped == (jump > 100 or not momentum)
     resumed = KFACSGD(model, **(MODE | {"momentum": momentum, "scaling": "graft", "lr": rate}))

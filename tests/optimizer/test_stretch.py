@@ -402,7 +402,9 @@ def test_slopes_count_by_the_rates_of_their_groups() -> None:
     def slopes(rates: Sequence[Any]) -> Any:
         for group, lr in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = lr
-        lessons = lessons_of(optimizer, buckets_of(optimizer), optimizer.curvature.stages.steering.watch)
+        lessons = lessons_of(
+            optimizer, buckets_of(optimizer), optimizer.curvature.stages.steering.watch, set(model.parameters())
+        )
         return Readings([p.grad for p in model.parameters()], rates, lessons, []).slopes(lessons)
 
     ones, found = slopes((1.0, 1.0)), slopes((0.02, torch.tensor(0.1)))
@@ -1228,7 +1230,9 @@ def test_of_each_parameter_what_is_recorded_is_compared() -> None:
         assert p.grad is not None
         return float((p.grad * optimizer.state[p][key]).sum())
 
-    found = lessons_of(optimizer, buckets_of(optimizer), optimizer.curvature.stages.steering.watch)
+    found = lessons_of(
+        optimizer, buckets_of(optimizer), optimizer.curvature.stages.steering.watch, set(model.parameters())
+    )
     turned, stretched = [second, *others], [first, *others]
     assert found.turn == pytest.approx(sum(along(p, "kfac_turn") for p in turned), rel=1e-9)
     assert found.after is not None and list(found.stretched) == stretched
