@@ -29,6 +29,7 @@ class Lessons:
     Attributes:
         largest: The largest absolute entry of the gradients, 0-dim; None: not yet known.
         entry: The same of the gradients of preconditioned layers, which, unlike others, are the same on all ranks.
+        covered: These gradients.
         turn: The alignment of the gradients with the last ``k - u`` (:mod:`~.trust`), 0-dim.
         length: The length of the base optimizer's last update, if directions were computed for it, 0-dim.
         grows: Whether updates grow with the gradient (:meth:`.Rule.updates_grow`).
@@ -42,6 +43,7 @@ class Lessons:
 
     largest: Tensor | None
     entry: Tensor | None
+    covered: Sequence[Tensor]
     turn: Tensor | None
     length: Tensor | None
     grows: bool
@@ -64,6 +66,7 @@ class Readings:
     Attributes:
         lessons: As given; :meth:`number` and :meth:`numbers` look up what is in its tensors, and in ``flags``.
         largest: The largest absolute entry of the gradients; NaN or infinite if one of them is.
+        entry: The largest absolute entry of the gradients of preconditioned layers, if anything is to be learned.
         rate: The largest absolute learning rate; groups that go uphill may have negative ones.
     """
 
@@ -74,17 +77,18 @@ class Readings:
         lessons: Lessons | None,
         flags: Sequence[Tensor],
     ) -> None:
-        largest = largest_entry(gradients) if lessons is None or lessons.largest is None else lessons.largest
+        if lessons is None:
+            entry = largest = largest_entry(gradients)
+        elif lessons.largest is None or lessons.entry is None:
+            entry = largest_entry(lessons.covered)
+            largest = entry if len(lessons.covered) == len(gradients) else largest_entry(gradients)
+        else:
+            entry, largest = lessons.entry, lessons.largest
         learned = [] if lessons is None else [*vars(lessons).values(), *lessons.stretched.values()]
-        tensors = dict.fromkeys(each for each in (largest, *rates, *learned, *flags) if isinstance(each, Tensor))
+        tensors = dict.fromkeys(each for each in (largest, entry, *rates, *learned, *flags) if isinstance(each, Tensor))
         self._found = dict(zip(tensors, _numbers_in([*tensors]), strict=True))  # a tensor equals itself alone as a key
-        self.lessons, self.largest = lessons, self.number(largest)
+        self.lessons, self.largest, self.entry = lessons, self.number(largest), self.number(entry)
         self.rate = max((abs(self.number(r) if isinstance(r, Tensor) else r) for r in rates), default=0.0)
-
-    @property
-    def entry(self) -> float:
-        """The largest absolute entry of the gradients of preconditioned layers, or of all if these are sharded."""
-        return self.largest if self.lessons is None or self.lessons.entry is None else self.number(self.lessons.entry)
 
     @property
     def trains(self) -> bool:
@@ -132,7 +136,9 @@ def lessons_of(
     members, copies = [*chain.from_iterable(buckets)], Copies()
     turn = _turn(buckets, [rate_of(group) for group in optimizer.param_groups], copies)
     stretched, after, before = _stretched(buckets, copies)
-    entry, largest = _largest_of(members, covered, copies)  # after the others, which make the copies
+    inside = [m.gradient for m in members if m.p in covered]
+    outside = [m.gradient for m in members if m.p not in covered]
+    entry, largest = _largest_of(inside, outside, copies)  # after the others, which make the copies
     return Lessons(
         turn=turn,
         stretched=stretched,
@@ -140,6 +146,7 @@ def lessons_of(
         before=before,
         largest=largest,
         entry=entry,
+        covered=inside,
         length=records.last_length(optimizer),
         grows=all(m.rule.updates_grow(m.state) for m in members),
         has_moments=not records.having([m for m in members if not m.has_first_moment], MOMENT),
@@ -187,20 +194,18 @@ def _rate_downhill(bucket: Bucket) -> Scalar:
 
 
 def _largest_of(
-    members: Bucket, covered: Set[nn.Parameter], copies: Copies
+    covered: Sequence[Tensor], others: Sequence[Tensor], copies: Copies
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """The largest entry of the gradients of covered parameters, taken from their copies if there are any, and of all.
+    """The largest entry of the covered gradients, taken from their copies if there are any, and that of all gradients.
 
     None if they are sharded, because it is then a collective, which has to wait until the ranks have been compared.
     """
-    if any_sharded([m.gradient for m in members]):
+    if any_sharded([*covered, *others]):
         return None, None
     copied = {*chain.from_iterable(copies)}
     vectors = [vector for batches in copies.values() for _, vector in batches]
-    inside = [m.gradient for m in members if m.p in covered and id(m.gradient) not in copied]
-    outside = [m.gradient for m in members if m.p not in covered]
-    largest = largest_entry([*vectors, *inside])
-    return largest, torch.maximum(largest, largest_entry(outside).to(largest.device)) if outside else largest
+    entry = largest_entry([*vectors, *(g for g in covered if id(g) not in copied)])
+    return entry, torch.maximum(entry, largest_entry(others).to(entry.device)) if others else entry
 
 
 def _together(numbers: list[Tensor]) -> Tensor:
