@@ -122,3 +122,29 @@ def go_on_without_the_group(rank: int, world_size: int, assignment: str, store: 
 def test_a_destroyed_group_is_named_with_the_remedy(assignment: str, tmp_path: Path) -> None:
     for story in run_ranks(2, go_on_without_the_group, assignment, str(tmp_path / "store")):
         assert "was destroyed" in story and "load the state_dict()" in story
+
+
+def train_past_the_modules(rank: int, world_size: int) -> list[float]:
+    """The second rank computes with the weights alone; gradients are averaged by hand."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    optimizer = KFACSGD(model, lr=0.1, factor_update_steps=1, inv_update_steps=2)
+    first, _, second = model
+    for step in range(8):
+        generator = torch.Generator().manual_seed(2 * step + rank)
+        x, y = torch.randn(8, 4, generator=generator), torch.randint(3, (8,), generator=generator)
+        optimizer.zero_grad()
+        hidden = torch.tanh(F.linear(x, first.weight, first.bias))
+        outputs = F.linear(hidden, second.weight, second.bias) if rank else model(x)
+        F.cross_entropy(outputs, y).backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= world_size
+        optimizer.step()
+    assert all(block.has_direction for block in optimizer.curvature.stages.blocks)
+    return [float(p.detach().double().sum()) for p in model.parameters()]
+
+
+def test_a_rank_that_sees_nothing_goes_on_with_what_the_others_see() -> None:
+    found = run_ranks(2, train_past_the_modules)
+    assert found[0] == found[1]
