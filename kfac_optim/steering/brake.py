@@ -41,7 +41,7 @@ class Brake(Counted):
         usual: The usual length, per unit of the learning rate and of the weight of gradients in momentum; 0 at first.
         seen: The number of updates in this average, at most 10.
         last: The brake of the last step in which k was computed, in (0, 1]; 1: it was not braked.
-        entry: The usual largest entry of the gradients, a running average; 0 at first.
+        entry: The usual largest entry of the gradients of preconditioned layers, where updates grow; 0 at first.
         is_outsized: Whether the step in progress is outsized, where the base's updates grow with the gradient.
     """
 
@@ -56,7 +56,7 @@ class Brake(Counted):
 
         Args:
             length: The length of the base's last update; 0: none was recorded, as by a step without directions.
-            largest: The largest absolute entry of the gradients of preconditioned layers.
+            largest: The largest absolute entry of the gradients of preconditioned layers; used where updates grow.
             grows: Whether the base's updates grow with the gradient.
         """
         most = _OUTSIZED if grows else math.inf
@@ -66,7 +66,7 @@ class Brake(Counted):
             self.seen = min(_REMEMBERED, self.seen + 1)
             self.usual = _averaged(self.usual, length, self.seen, most)
         self.is_outsized = grows and (largest > most * self.entry > 0 or self.last < _LEAST)
-        if largest and self.usual:  # pauses say nothing; before there are directions, nothing is repeated
+        if grows and largest and self.usual:  # pauses say nothing; before there are directions, nothing is repeated
             self.entry = _averaged(self.entry, largest, _REMEMBERED, most)
 
     def of(self, length: Tensor | float) -> Tensor | float | None:

@@ -28,8 +28,9 @@ class Lessons:
 
     Attributes:
         largest: The largest absolute entry of the gradients, 0-dim; None: not yet known.
-        entry: The same of the gradients of preconditioned layers, which, unlike others, are the same on all ranks.
-        covered: These gradients.
+        entry: The same of ``sized``.
+        sized: Where updates grow, the gradients of preconditioned layers, which, unlike others, are the same on all
+            ranks; else all gradients.
         turn: The alignment of the gradients with the last ``k - u`` (:mod:`~.trust`), 0-dim.
         length: The length of the base optimizer's last update, if directions were computed for it, 0-dim.
         grows: Whether updates grow with the gradient (:meth:`.Rule.updates_grow`).
@@ -43,7 +44,7 @@ class Lessons:
 
     largest: Tensor | None
     entry: Tensor | None
-    covered: Sequence[Tensor]
+    sized: Sequence[Tensor]
     turn: Tensor | None
     length: Tensor | None
     grows: bool
@@ -66,7 +67,7 @@ class Readings:
     Attributes:
         lessons: As given; :meth:`number` and :meth:`numbers` look up what is in its tensors, and in ``flags``.
         largest: The largest absolute entry of the gradients; NaN or infinite if one of them is.
-        entry: The largest absolute entry of the gradients of preconditioned layers, if anything is to be learned.
+        entry: The largest absolute entry of the lessons' gradients ``sized``.
         rate: The largest absolute learning rate; groups that go uphill may have negative ones.
     """
 
@@ -80,8 +81,8 @@ class Readings:
         if lessons is None:
             entry = largest = largest_entry(gradients)
         elif lessons.largest is None or lessons.entry is None:
-            entry = largest_entry(lessons.covered)
-            largest = entry if len(lessons.covered) == len(gradients) else largest_entry(gradients)
+            entry = largest_entry(lessons.sized)
+            largest = entry if len(lessons.sized) == len(gradients) else largest_entry(gradients)
         else:
             entry, largest = lessons.entry, lessons.largest
         learned = [] if lessons is None else [*vars(lessons).values(), *lessons.stretched.values()]
@@ -136,9 +137,10 @@ def lessons_of(
     members, copies = [*chain.from_iterable(buckets)], Copies()
     turn = _turn(buckets, [rate_of(group) for group in optimizer.param_groups], copies)
     stretched, after, before = _stretched(buckets, copies)
-    inside = [m.gradient for m in members if m.p in covered]
-    outside = [m.gradient for m in members if m.p not in covered]
-    entry, largest = _largest_of(inside, outside, copies)  # after the others, which make the copies
+    grows = all(m.rule.updates_grow(m.state) for m in members)
+    sized = [m.gradient for m in members if not grows or m.p in covered]
+    others = [m.gradient for m in members if grows and m.p not in covered]
+    entry, largest = _largest_of(sized, others, copies)  # after the others, which make the copies
     return Lessons(
         turn=turn,
         stretched=stretched,
@@ -146,9 +148,9 @@ def lessons_of(
         before=before,
         largest=largest,
         entry=entry,
-        covered=inside,
+        sized=sized,
         length=records.last_length(optimizer),
-        grows=all(m.rule.updates_grow(m.state) for m in members),
+        grows=grows,
         has_moments=not records.having([m for m in members if not m.has_first_moment], MOMENT),
         edits=watch.edits(),
     )
@@ -194,17 +196,17 @@ def _rate_downhill(bucket: Bucket) -> Scalar:
 
 
 def _largest_of(
-    covered: Sequence[Tensor], others: Sequence[Tensor], copies: Copies
+    sized: Sequence[Tensor], others: Sequence[Tensor], copies: Copies
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """The largest entry of the covered gradients, taken from their copies if there are any, and that of all gradients.
+    """The largest entry of ``sized``, taken from copies of its gradients if there are any, and that of all gradients.
 
     None if they are sharded, because it is then a collective, which has to wait until the ranks have been compared.
     """
-    if any_sharded([*covered, *others]):
+    if any_sharded([*sized, *others]):
         return None, None
     copied = {*chain.from_iterable(copies)}
     vectors = [vector for batches in copies.values() for _, vector in batches]
-    entry = largest_entry([*vectors, *(g for g in covered if id(g) not in copied)])
+    entry = largest_entry([*vectors, *(g for g in sized if id(g) not in copied)])
     return entry, torch.maximum(entry, largest_entry(others).to(entry.device)) if others else entry
 
 

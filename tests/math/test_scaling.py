@@ -134,7 +134,7 @@ def test_no_step_is_outsized_where_updates_do_not_grow_with_the_gradient() -> No
         assert brake.last < (1.3 / 5) ** 2
         assert brake.is_outsized == grows
         assert brake.usual == pytest.approx((1 + (5 if grows else 100)) / 2)
-        assert brake.entry == pytest.approx(0.9 + 0.1 * (5 if grows else 100))
+        assert brake.entry == (pytest.approx(0.9 + 0.1 * 5) if grows else 0), "of no use, and other ranks may differ"
 
 
 @pytest.mark.parametrize("graft", [0.0, 0.3, 1.0])
